@@ -1,0 +1,171 @@
+"""Judging an operator by its NumPy float64 reference: what the tests and ``fusedops verify`` share."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import Array, Draw, Entry, Operator, Sample
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+
+
+class RandomDraw:
+    """Draws from a seeded generator, where no hypothesis is at hand."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer from ``low`` to ``high``, both included."""
+        return self._random.randint(low, high)
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        """One of ``options``."""
+        return self._random.choice(options)
+
+
+def materialize(sample: Sample, dtype: torch.dtype, device: str, seed: int, draw: Draw | None = None) -> dict[str, Any]:
+    """The sample with a tensor in place of each :class:`Array`; with ``draw``, in layouts that it chooses."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments = {}
+    for name, value in sample.items():
+        if isinstance(value, Array):
+            layout = draw.choice(LAYOUTS) if draw and value.strided and value.shape else "contiguous"
+            tensor = with_layout(_values(value, dtype, generator).to(device), layout)
+            arguments[name] = tensor.requires_grad_(value.grad)
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def _values(array: Array, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    target = getattr(torch, array.dtype) if array.dtype else dtype
+    if array.values == "bits":
+        info = torch.iinfo(target)
+        return torch.randint(info.min, info.max, array.shape, generator=generator, dtype=target)
+    make = {"normal": torch.randn, "uniform": torch.rand}[array.values]
+    values = make(array.shape, generator=generator, dtype=torch.float64) * array.scale + array.offset
+    # Older casts to float8 give NaN beyond the largest value, newer ones saturate.
+    limit = torch.finfo(target).max
+    return values.clamp(-limit, limit).to(target)
+
+
+def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values with other strides; what lies between the values is NaN, so that an over-read shows."""
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        shape = [*tensor.shape[:-1], tensor.shape[-1] + 7]
+        padded = torch.full(shape, float("nan"), device=tensor.device).to(tensor.dtype)
+        padded[..., 3:-4] = tensor
+        return padded[..., 3:-4]
+    if layout == "expanded" and tensor.dim() > 1 and tensor.shape[0]:
+        return tensor[:1].expand_as(tensor)
+    return tensor
+
+
+def to_numpy(value: Any) -> Any:
+    """Floating tensors as float64 arrays, others as they are; anything else unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.double().numpy() if value.is_floating_point() else value.numpy()
+
+
+def error(result: torch.Tensor, reference: np.ndarray, scale: float = 0.0) -> float:
+    """‖result − reference‖ / ‖reference‖ in root mean squares; infinite where NaN, inf or the shape differ.
+
+    Args:
+        result: what the operator gave.
+        reference: what is right.
+        scale: the root mean square that counts where the reference's is smaller, because its terms cancelled.
+    """
+    actual = to_numpy(result)
+    if actual.shape != reference.shape:
+        return float("inf")
+    limits = torch.finfo(result.dtype)
+    reference = np.where(np.abs(reference) > limits.max, np.copysign(np.inf, reference), reference)
+    finite = np.isfinite(reference)
+    if not np.array_equal(actual[~finite], reference[~finite], equal_nan=True):
+        return float("inf")
+    # Below the smallest normal number a dtype has absolute, not relative, precision.
+    scale = max(root_mean_square(reference[finite]), scale, limits.smallest_normal)
+    return root_mean_square(actual[finite] - reference[finite]) / scale
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    """The root of the mean of the squares; 0 of nothing."""
+    return float(np.sqrt(np.mean(values**2))) if values.size else 0.0
+
+
+def tolerance(operator: Operator, dtype: torch.dtype, eager_error: float = 0.0) -> float:
+    """What :func:`error` may be: 1.25 times PyTorch's own, and never less than a rounding or two of the dtype."""
+    name = str(dtype).removeprefix("torch.")
+    # An eager version that gives NaN or inf here sets no bar.
+    return max(
+        operator.tolerance.get(name, 2 * torch.finfo(dtype).eps),
+        1.25 * eager_error if math.isfinite(eager_error) else 0.0,
+    )
+
+
+class Judged(NamedTuple):
+    """The outcome of one comparison."""
+
+    what: str  # "output", or the argument whose gradient it is
+    error: float
+    tolerance: float
+    eager_error: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; NaN is not."""
+        return self.error <= self.tolerance
+
+
+def judge(entry: Entry, operator: Operator, arguments: dict[str, Any], seed: int) -> list[Judged]:
+    """Run the operator, forward and backward, and compare each result with the float64 reference.
+
+    Where the operator names what PyTorch users write instead (``eager``), its error on the same inputs counts too.
+    """
+    values = {name: to_numpy(value) for name, value in arguments.items()}
+    differentiate = operator.backward is not None
+    output, gradients, grad_output = _run(entry.load("op", operator.name), arguments, seed, differentiate)
+    expected = {"output": operator.reference(**values)}
+    scales = {"output": 0.0}
+    if operator.backward is not None:
+        for name, gradient in operator.backward(to_numpy(grad_output), **values).items():
+            expected[name] = gradient
+            # A change of the argument by its own size changes the output by about the output's size.
+            size = root_mean_square(to_numpy(grad_output)) * root_mean_square(expected["output"])
+            scales[name] = size / (root_mean_square(values[name]) or 1.0)
+
+    def errors(output: torch.Tensor, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+        results = {"output": output} | gradients
+        return {what: error(result, expected[what], scales[what]) for what, result in results.items()}
+
+    ours = errors(output, gradients)
+    eager: dict[str, float] = {}
+    if operator.eager:
+        eager = errors(*_run(entry.load("op", operator.eager), arguments, seed, differentiate)[:2])
+    dtypes = {"output": output.dtype} | {name: gradient.dtype for name, gradient in gradients.items()}
+    return [
+        Judged(what, ours[what], tolerance(operator, dtypes[what], eager.get(what, 0.0)), eager.get(what))
+        for what in ours
+    ]
+
+
+def _run(function: Any, arguments: dict[str, Any], seed: int, differentiate: bool) -> tuple[Any, dict[str, Any], Any]:
+    output = function(**arguments)
+    wanted = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+    if not (differentiate and wanted):
+        return output, {}, torch.zeros_like(output)
+    generator = torch.Generator().manual_seed(seed + 1)
+    grad_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
+    gradients = torch.autograd.grad(output, list(wanted.values()), grad_output)
+    return output, dict(zip(wanted, gradients, strict=True)), grad_output

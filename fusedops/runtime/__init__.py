@@ -1,0 +1,22 @@
+"""What every kernel needs and no kernel is named in: device facts, config tables, dispatch, launching, registration."""
+
+from .configs import ConfigTable, Row
+from .device import TARGETS, DeviceFacts, Target, facts
+from .dispatch import FallbackWarning, interpreting, strict, use_kernel
+from .launch import launch
+from .registration import register
+
+__all__ = [
+    "TARGETS",
+    "ConfigTable",
+    "DeviceFacts",
+    "FallbackWarning",
+    "Row",
+    "Target",
+    "facts",
+    "interpreting",
+    "launch",
+    "register",
+    "strict",
+    "use_kernel",
+]

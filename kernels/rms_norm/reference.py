@@ -1,0 +1,32 @@
+"""RMSNorm in NumPy float64 (Zhang & Sennrich 2019, equation 4), and its gradient.
+
+    y = x / sqrt(mean(x²) + eps) · (weight_offset + w)
+
+With r = 1 / sqrt(mean(x²) + eps), x̂ = x·r and g = dy·(weight_offset + w):
+
+    dx = r · (g − x̂ · mean(g·x̂))        dw = Σ_rows dy·x̂
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rms_norm(input, weight=None, eps=1e-6, weight_offset=0.0, cast_before_weight=False):
+    """Normalise the last dimension of ``input`` [..., width]; ``cast_before_weight`` is about rounding, of which there
+    is none here.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x_hat = input / np.sqrt(np.mean(input**2, axis=-1, keepdims=True) + eps)
+    return x_hat if weight is None else x_hat * (weight_offset + weight)
+
+
+def rms_norm_backward(grad_output, input, weight=None, eps=1e-6, weight_offset=0.0, cast_before_weight=False):
+    """The gradients of ``input`` and ``weight``."""
+    r = 1 / np.sqrt(np.mean(input**2, axis=-1, keepdims=True) + eps)
+    x_hat = input * r
+    g = grad_output if weight is None else grad_output * (weight_offset + weight)
+    gradients = {"input": r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))}
+    if weight is not None:
+        gradients["weight"] = (grad_output * x_hat).reshape(-1, input.shape[-1]).sum(0)
+    return gradients
