@@ -54,8 +54,10 @@ ENTRY = Entry(
                 "eps": "fp32",
                 "weight_offset": "fp32",
             },
-            ({"HAS_WEIGHT": True, "CAST_BEFORE_WEIGHT": False, "ONE_TILE": True},
-             {"HAS_WEIGHT": True, "CAST_BEFORE_WEIGHT": True, "ONE_TILE": False}),
+            (
+                {"HAS_WEIGHT": True, "CAST_BEFORE_WEIGHT": False, "ONE_TILE": True},
+                {"HAS_WEIGHT": True, "CAST_BEFORE_WEIGHT": True, "ONE_TILE": False},
+            ),
         ),
         "rms_norm_backward": Kernel(
             "kernel:rms_norm_backward",
@@ -75,4 +77,4 @@ ENTRY = Entry(
             tuple({"HAS_WEIGHT": True, "WEIGHT_GRAD": True, "ONE_TILE": one} for one in (True, False)),
         ),
     },
-)  # fmt: skip
+)
