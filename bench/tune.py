@@ -2,8 +2,8 @@
 
     python bench/tune.py rms_norm rms_norm_forward --backward 0 --grid '{"BLOCK_M": [1, 2], "num_warps": [4, 8]}'
 
-Shapes are the entry's own ``shapes``. Candidates are compiled in parallel processes first (a config takes about a second
-to compile), then timed one after another in this one, with L2 cleared between runs.
+Shapes are the entry's own ``shapes``. Candidates are compiled in parallel processes first (about a second each)
+and then timed one after another in this one, with L2 cleared between runs.
 """
 
 from __future__ import annotations
