@@ -2,7 +2,7 @@
 
     python bench/tune.py bench/search.json --write
 
-``search.json`` is a list of searches: an entry, a kernel, whether its time is the forward's or the backward's, labels of
+``search.json`` is a list of searches: an entry, a kernel, whether the forward or the backward pass is timed, labels of
 the entry's ``shapes``, and the values to try for each config key (the product of them all). Candidates are compiled in
 parallel processes first, then timed one after another in this one, with L2 cleared between runs.
 """
