@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -62,7 +63,8 @@ class ConfigTable:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = tuple(self._read(path))
-        self.lookup_cached = functools.cache(self._lookup)
+        self._lookup_cached = functools.cache(self._lookup)
+        self._trial: dict[str, tuple[Mapping[str, Any], dict[str, int]]] = {}
 
     @staticmethod
     def _read(path: Path) -> Iterator[Row]:
@@ -83,9 +85,28 @@ class ConfigTable:
 
         Same arguments, same table: same config.
         """
-        return self.lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items())))
+        if kernel in self._trial:
+            config, seen = self._trial[kernel]
+            seen.update(bucket)
+            return dict(config)
+        return dict(self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items()))))
 
-    def _lookup(self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]) -> dict:
+    @contextlib.contextmanager
+    def trial(self, kernel: str, config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+        """Inside this context the kernel runs with ``config``, whatever the rows say: for tuning.
+
+        Yields the bucket that the kernel asked for; it is filled by the first launch.
+        """
+        seen: dict[str, int] = {}
+        self._trial[kernel] = config, seen
+        try:
+            yield seen
+        finally:
+            del self._trial[kernel]
+
+    def _lookup(
+        self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]
+    ) -> Mapping[str, Any]:
         fitting = [
             row
             for row in self.rows
@@ -95,7 +116,7 @@ class ConfigTable:
             if rows := [row for row in fitting if row.arch == arch]:
                 # A row of this dtype goes before one for every dtype at the same distance; then the file's order.
                 best = min(rows, key=lambda row: (row.distance(dict(bucket)), row.dtype is None))
-                return dict(best.config)
+                return best.config
         raise LookupError(f"{self.path} has no row for kernel {kernel!r}, dtype {dtype!r} that fits {device}")
 
     def _arch_chain(self, arch: str) -> list[str]:
