@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -197,7 +196,7 @@ class MyLinear(torch.nn.Linear):
 
 def test_what_is_no_plain_linear_is_left_alone_with_the_reason(device):
     patched = torch.nn.Linear(64, 64)
-    patched.forward = lambda input: input
+    patched.forward = lambda input: input  # type: ignore[method-assign]
     model = torch.nn.ModuleDict(
         {
             "mine": MyLinear(64, 64),
@@ -270,8 +269,9 @@ def test_a_progress_bar_shows_on_a_terminal_only(model, capsys, monkeypatch):
     pytest.importorskip("rich")
     fusedops.quantize(copy.deepcopy(model), "int4", group_size=32)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("sys.stderr", Terminal())
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
     fusedops.quantize(copy.deepcopy(model), "int4", group_size=32, progress=False)
-    assert not sys.stderr.getvalue()
+    assert not terminal.getvalue()
     fusedops.quantize(model, "int4", group_size=32)
-    assert "Quantizing" in sys.stderr.getvalue()
+    assert "Quantizing" in terminal.getvalue()

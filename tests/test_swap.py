@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ class StrangeRMSNorm(torch.nn.Module):
 
 def test_what_is_not_exactly_known_is_left_alone_with_the_reason(x):
     patched, compiled, parametrized = (torch.nn.LayerNorm(8) for _ in range(3))
-    patched.forward = lambda input: input * 2
+    patched.forward = lambda input: input * 2  # type: ignore[method-assign]
     compiled.compile(backend="eager")
     torch.nn.utils.parametrizations.weight_norm(parametrized)
     modules = [MyNorm(8), StrangeRMSNorm(), patched, compiled, parametrized]
@@ -218,11 +219,14 @@ def test_include_and_exclude_match_whole_components(model, options, swapped):
 
 
 def test_patterns_that_match_nothing_are_refused_before_anything_changes(model):
-    for argument in ("include", "exclude"):
-        with pytest.raises(ValueError, match=f"{argument}: 'layers.1.nrom' matches no module"):
-            fusedops.swap(model, **{argument: ["norm", "layers.1.nrom"]})
-        with pytest.raises(TypeError, match=f"{argument} takes module paths"):
-            fusedops.swap(model, **{argument: [3]})
+    misspelt: list[Any] = ["norm", "layers.1.nrom"]
+    with pytest.raises(ValueError, match=r"include: 'layers\.1\.nrom' matches no module"):
+        fusedops.swap(model, include=misspelt)
+    with pytest.raises(ValueError, match=r"exclude: 'layers\.1\.nrom' matches no module"):
+        fusedops.swap(model, exclude=misspelt)
+    number: Any = 3
+    with pytest.raises(TypeError, match="exclude takes module paths"):
+        fusedops.swap(model, exclude=[number])
     assert fusedops.swap(model, exclude=[torch.nn.Conv2d]), "a class without instances is no mistake"
     assert paths_of(model, nn.LayerNorm)
 

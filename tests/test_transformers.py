@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -19,10 +20,16 @@ from fusedops.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusedops.FallbackWarning")
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60}
-GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HEADS = {"head_dim": 16, "sliding_window": 6}
-CAUSAL = {
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 60,
+}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HEADS: dict[str, Any] = {"head_dim": 16, "sliding_window": 6}
+CAUSAL: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
     "Mistral": GROUPED | {"sliding_window": 6},
     "Qwen2": GROUPED,
@@ -43,7 +50,12 @@ CAUSAL = {
         "pad_token_id": 0,
     },
 }
-NORMS = {"Gemma": nn.GemmaRMSNorm, "Gemma2": nn.GemmaRMSNorm, "Gemma3": nn.GemmaRMSNorm, "GPT2": nn.LayerNorm}
+NORMS: dict[str, type] = {
+    "Gemma": nn.GemmaRMSNorm,
+    "Gemma2": nn.GemmaRMSNorm,
+    "Gemma3": nn.GemmaRMSNorm,
+    "GPT2": nn.LayerNorm,
+}
 NORMS |= {"Olmo2": nn.Olmo2RMSNorm, "GptOss": nn.Olmo2RMSNorm}
 # Softcapping and sinks have no sdpa to be compared with; the model's own default is eager.
 EAGER = ("Gemma2", "GptOss")
@@ -361,12 +373,13 @@ def test_what_the_kernel_does_not_cover_is_told(device, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # as if the kernel would run
     module = Attention().eval()
     triangle = torch.ones(6, 6, device=device).tril().bool()[None, None]
-    for options, reason in [
+    uncovered: list[tuple[dict[str, Any], str]] = [
         ({"mask": triangle}, "an attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"softcap": 0.5}, "the options softcap"),
         ({"something_new": 1}, "the options something_new"),
-    ]:
+    ]
+    for options, reason in uncovered:
         with runtime.strict(), pytest.raises(RuntimeError, match=reason):
             call(integration.attention_forward, module, device=device, **options)
     if device == "cuda":
