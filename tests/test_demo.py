@@ -53,11 +53,10 @@ def test_norms_attention_and_linears_are_replaced(comparison, printed):
 
 @needs_weights
 def test_the_table_and_the_claims_are_printed(comparison):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(comparison.table(), *comparison.claims())
-    printed = console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=120).print(comparison.table(), *comparison.claims())
     for row in ("time to load", "tokens/s", "weight memory", "largest difference", "greedy tokens agree"):
-        assert row in printed
+        assert row in file.getvalue()
 
 
 def test_the_first_difference_is_found():
