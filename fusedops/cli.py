@@ -222,8 +222,8 @@ def demo(
     for claim in comparison.claims():
         console.print(claim)
     for note in (
-        "The fusedops load starts from the model that transformers loaded: config, tokenizer and embeddings are there.",
-        "Decoding: the median time from one token to the next, so without the prompt.",
+        "fusedops starts from what transformers loaded: its config, embeddings and norms.",
+        "Decoding is without the prompt: the median time from one token to the next, both models in turn.",
     ):
         console.print(note, style="dim")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import io
 import itertools
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "What is the capital of France?"
+TIMED_RUNS, TIMED_TOKENS = 3, 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Run:
     Attributes:
         load_seconds: until the model was on its device.
         cold_seconds: for the first two tokens after that, kernels compiled on the way.
-        tokens_per_second: of decoding, from the median time between two tokens; NaN for fewer than two tokens.
+        tokens_per_second: of decoding, without the prompt, from the median time between two tokens.
         weight_bytes: of parameters and buffers, shared ones counted once.
         logits: for the prompt, [1, tokens, vocabulary] float32.
         tokens: the greedy answer, with its end token.
@@ -83,7 +85,8 @@ class Comparison:
         table = Table("", "transformers", "fusedops", box=box.SIMPLE_HEAD, pad_edge=False)
         sides = (self.transformers, self.fusedops)
         table.add_row("weights", f"dequantized to {str(self.dtype)[6:]}", "packed 4-bit, as stored")
-        table.add_row("time to load", *(f"{side.load_seconds:.1f} s" for side in sides))
+        loads = f"{self.transformers.load_seconds:.1f} s", f"{self.fusedops.load_seconds:.1f} s more"
+        table.add_row("time to load", *loads)
         table.add_row("first 2 tokens after that", *(f"{side.cold_seconds:.2f} s" for side in sides))
         table.add_row("tokens/s, decoding", *(f"{side.tokens_per_second:.1f}" for side in sides))
         table.add_row("weight memory", *(f"{side.weight_bytes / 1e6:.0f} MB" for side in sides))
@@ -153,7 +156,7 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
     chat = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(device)
-    theirs = _measure(model, tokenizer, inputs, max_new_tokens, load(), console)
+    load_seconds, answers = [load()], [_answer(model, tokenizer, inputs, max_new_tokens, console)]
 
     console.print(f"[bold]{MODEL} as fusedops runs it[/bold]: {path.name}, its linear weights as they are stored")
     with _step(console, "copy of the loaded model, packed weights read into it, norms and attention swapped") as load:
@@ -162,7 +165,25 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
         report = swap(fused)
         fused.to(device)
     console.print(str(report), markup=False, highlight=False)
-    ours = _measure(fused, tokenizer, inputs, max_new_tokens, load(), console)
+    load_seconds.append(load())
+    answers.append(_answer(fused, tokenizer, inputs, max_new_tokens, console))
+
+    with _step(console, f"timing: both in turn, {TIMED_RUNS} × {TIMED_TOKENS} tokens each"):
+        speeds = _decode_speeds([model, fused], tokenizer, inputs)
+    with torch.no_grad():
+        logits = [one(**inputs).logits.float().cpu() for one in (model, fused)]
+    theirs, ours = (
+        Run(
+            load_seconds=load_seconds[side],
+            cold_seconds=answers[side][0],
+            tokens_per_second=speeds[side],
+            weight_bytes=weight_bytes(one),
+            logits=logits[side],
+            tokens=answers[side][1],
+            text=tokenizer.decode(answers[side][1], skip_special_tokens=True),
+        )
+        for side, one in enumerate((model, fused))
+    )
     return Comparison(device, dtype, theirs, ours, report)
 
 
@@ -180,45 +201,46 @@ def _step(console: Console, what: str) -> Iterator[Callable[[], float]]:
     console.print(f"  {what}: {took:.1f} s" if console.is_terminal else f"  … {took:.1f} s")
 
 
-@torch.no_grad()
-def _measure(
-    model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, load_seconds: float, console: Console
-) -> Run:
+def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, console: Console) -> tuple[float, list[int]]:
+    """Stream the answer to the console; returns the time of the first two tokens before that, and the answer's."""
+    with console.status("first two tokens"):
+        start, *_, end = _generate(model, tokenizer, inputs, lambda text: None, max_new_tokens=2)[1]
+    console.print("\n  ", end="")
+    write = functools.partial(console.print, end="", markup=False, highlight=False)
+    tokens, _ = _generate(model, tokenizer, inputs, write, max_new_tokens=max_new_tokens)
+    console.print("\n")
+    return end - start, tokens
+
+
+def _decode_speeds(models: list[Any], tokenizer: Any, inputs: Any) -> list[float]:
+    """Tokens a second of each model, from the median time between two tokens; the models run in turn, so that what else
+    the machine does falls on all of them.
+    """
+    intervals: list[list[float]] = [[] for _ in models]
+    for _ in range(TIMED_RUNS):
+        for model, collected in zip(models, intervals, strict=True):
+            count = {"min_new_tokens": TIMED_TOKENS, "max_new_tokens": TIMED_TOKENS}
+            _, times = _generate(model, tokenizer, inputs, lambda text: None, **count)
+            collected += [after - before for before, after in itertools.pairwise(times[1:])]
+    return [1 / statistics.median(collected) for collected in intervals]
+
+
+def _generate(
+    model: Any, tokenizer: Any, inputs: Any, write: Callable[[str], None], **limits: int
+) -> tuple[list[int], list[float]]:
+    """The greedy tokens, and when the prompt and then each token was there."""
     from transformers import TextStreamer
 
+    times: list[float] = []
+
     class Streamer(TextStreamer):
-        """Prints the text as it comes and notes when; the first call brings the prompt."""
-
-        def __init__(self, write: Callable[[str], None]) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.write = write
-            self.times: list[float] = []
-
         def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())
+            times.append(time.perf_counter())
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.write(text)
+            write(text)
 
-    def generate(count: int, write: Callable[[str], None]) -> tuple[list[int], list[float]]:
-        streamer = Streamer(write)
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=count, streamer=streamer)
-        return output[0, inputs["input_ids"].shape[1] :].tolist(), streamer.times
-
-    with console.status("first two tokens"):
-        _, times = generate(2, lambda text: None)
-    cold_seconds = times[-1] - times[0]
-    console.print("\n  ", end="")
-    tokens, times = generate(max_new_tokens, lambda text: console.print(text, end="", markup=False, highlight=False))
-    console.print("\n")
-    intervals = [after - before for before, after in itertools.pairwise(times[1:])]
-    return Run(
-        load_seconds=load_seconds,
-        cold_seconds=cold_seconds,
-        tokens_per_second=1 / statistics.median(intervals) if intervals else float("nan"),
-        weight_bytes=weight_bytes(model),
-        logits=model(**inputs).logits.float().cpu(),
-        tokens=tokens,
-        text=tokenizer.decode(tokens, skip_special_tokens=True),
-    )
+    streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    output = model.generate(**inputs, do_sample=False, streamer=streamer, **limits)
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), times
