@@ -1,69 +1,90 @@
-"""Time candidate configs of a kernel on this machine's GPU and print the fastest row of each shape.
+"""Time candidate configs on this machine's GPU, and put the fastest of each shape into the config tables.
 
-    python bench/tune.py rms_norm rms_norm_forward --backward 0 --grid '{"BLOCK_M": [1, 2], "num_warps": [4, 8]}'
+    python bench/tune.py bench/search.json --write
 
-Shapes are the entry's own ``shapes``. Candidates are compiled in parallel processes first (about a second each)
-and then timed one after another in this one, with L2 cleared between runs.
+``search.json`` is a list of searches: an entry, a kernel, whether the forward or the backward pass is timed, labels of
+the entry's ``shapes``, and the values to try for each config key (the product of them all). Candidates are compiled in
+parallel processes first, then timed one after another in this one, with L2 cleared between runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
 import json
 import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from fusedops import catalog
+from fusedops import catalog, runtime
 from fusedops.catalog import check
+from fusedops.runtime import aot
 
 Config = dict[str, Any]
+TOO_BIG = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError, RuntimeError)
 
 
-def runnable(entry_name: str, label: str, dtype: str, backward: bool) -> tuple[catalog.Entry, Any]:
-    """The entry, and a function of no arguments that runs the operator of the shape once."""
+def candidates(search: dict[str, Any]) -> list[Config]:
+    """The product of the values of each config key."""
+    keys = list(search["grid"])
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*search["grid"].values())]
+
+
+@functools.lru_cache(maxsize=1)
+def runnable(entry_name: str, label: str, dtype: str, backward: bool) -> Callable[[], Any]:
+    """A function of no arguments that runs the operator of a shape once, forward or backward."""
     entry = catalog.get(entry_name)
     operator = next(operator for operator in entry.operators if label in operator.shapes)
     arguments = check.materialize(operator.shapes[label], getattr(torch, dtype), "cuda", seed=0)
     function = entry.load("op", operator.name)
     if not backward:
-        with torch.no_grad():
-            function(**arguments)
-        return entry, lambda: function(**arguments)
+        arguments = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        return lambda: function(**arguments)
     output = function(**arguments)
     wanted = [v for v in arguments.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     grad = torch.randn_like(output)
-    return entry, lambda: torch.autograd.grad(output, wanted, grad, retain_graph=True)
+    return lambda: torch.autograd.grad(output, wanted, grad, retain_graph=True)
 
 
-def warm(entry_name: str, kernel: str, label: str, dtype: str, backward: bool, configs: list[Config]) -> None:
+def of(search: dict[str, Any], label: str) -> Callable[[], Any]:
+    """The function that a search times for a shape."""
+    return runnable(search["entry"], label, search.get("dtype", "bfloat16"), search.get("backward", False))
+
+
+def warm(search: dict[str, Any], label: str, configs: list[Config]) -> None:
     """Compile the configs into Triton's cache, by running each once."""
-    entry, run = runnable(entry_name, label, dtype, backward)
+    run = of(search, label)
     for config in configs:
-        with entry.configs.trial(kernel, config), torch.set_grad_enabled(backward):
-            try:
-                run()
-                torch.cuda.synchronize()
-            except triton.runtime.errors.OutOfResources:
-                continue
+        with contextlib.suppress(*TOO_BIG), catalog.get(search["entry"]).configs.trial(search["kernel"], config):
+            run()
+            torch.cuda.synchronize()
 
 
-def measure(entry_name: str, kernel: str, label: str, dtype: str, backward: bool, configs: list[Config]) -> list:
-    """[(microseconds, config)], fastest first; what needs more than the chip has is left out."""
-    entry, run = runnable(entry_name, label, dtype, backward)
-    times = []
-    for config in configs:
-        with entry.configs.trial(kernel, config), torch.set_grad_enabled(backward):
-            try:
-                times.append((1e3 * triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"), config))
-            except triton.runtime.errors.OutOfResources:
-                continue
-    return sorted(times, key=lambda pair: pair[0])
+def measure(search: dict[str, Any], label: str) -> Iterator[tuple[float, Config, dict[str, int]]]:
+    """(microseconds, config, bucket) of each candidate that the chip has the resources for."""
+    run = of(search, label)
+    for config in candidates(search):
+        with (
+            contextlib.suppress(*TOO_BIG),
+            catalog.get(search["entry"]).configs.trial(search["kernel"], config) as bucket,
+        ):
+            yield 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median"), config, dict(bucket)
+
+
+def shared_memory(entry: catalog.Entry, row: dict[str, Any]) -> int:
+    """The most shared memory that any variant of the row's kernel needs, in bytes."""
+    made = runtime.Row(row["kernel"], row["arch"], row["config"], row["bucket"], row["dtype"], 0, None)
+    variants = entry.kernels[made.kernel].variants
+    jobs = [aot.Job(entry, made, variant, row["dtype"], made.arch) for variant in variants]
+    return max(aot.compile_job(job).metadata.shared for job in jobs)
 
 
 def versions() -> dict[str, str]:
@@ -77,39 +98,43 @@ def versions() -> dict[str, str]:
     }
 
 
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Put a row in place of the one for the same kernel, architecture, dtype and bucket, or at the end."""
+    rows = json.loads(path.read_text())["rows"]
+
+    def key(row: dict[str, Any]) -> tuple:
+        return row["kernel"], row["arch"], row.get("dtype"), row.get("bucket", {})
+
+    rows = [old for old in rows if key(old) != key(row)] + [row]
+    path.write_text('{"rows": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("entry")
-    parser.add_argument("kernel")
-    parser.add_argument("--grid", type=json.loads, required=True, help="JSON: config key → values")
-    parser.add_argument("--backward", type=int, default=0, help="1 to time the backward pass")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--shapes", nargs="*", help="labels of the entry's shapes; all without it")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--top", type=int, default=3)
+    parser.add_argument("searches", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the fastest rows into the entries' configs.json")
+    parser.add_argument("--only", help="the one kernel to tune")
+    parser.add_argument("--workers", type=int, default=12)
     arguments = parser.parse_args()
 
-    keys = list(arguments.grid)
-    configs = [dict(zip(keys, values, strict=True)) for values in itertools.product(*arguments.grid.values())]
-    shapes = [label for op in catalog.get(arguments.entry).operators for label in op.shapes]
-    shapes = arguments.shapes or shapes
-    what = (arguments.entry, arguments.kernel)
-    how = (arguments.dtype, bool(arguments.backward))
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(warm, *what, label, *how, configs[i :: arguments.workers])
-            for label in shapes
-            for i in range(arguments.workers)
-        ]
-        for job in jobs:
+    searches = [s for s in json.loads(arguments.searches.read_text()) if arguments.only in (None, s["kernel"])]
+    pairs = [(search, label) for search in searches for label in search["shapes"]]
+    n = arguments.workers
+    with ProcessPoolExecutor(n, mp_context=get_context("spawn")) as pool:
+        for job in [pool.submit(warm, s, label, candidates(s)[i::n]) for s, label in pairs for i in range(n)]:
             job.result()
-    print(json.dumps(versions()))
-    for label in shapes:
-        for us, config in measure(*what, label, *how, configs)[: arguments.top]:
-            print(
-                json.dumps({"kernel": arguments.kernel, "shape": label, "us": round(us, 2), "config": config}),
-                flush=True,
-            )
+    arch = runtime.facts(torch.device("cuda")).arch
+    for search, label in pairs:
+        best = sorted(measure(search, label), key=lambda timed: timed[0])
+        for us, config, bucket in best[:3]:
+            print(f"{us:9.1f} us  {search['kernel']}  {label}  {bucket}  {config}", flush=True)
+        us, config, bucket = best[0]
+        entry = catalog.get(search["entry"])
+        row = {"kernel": search["kernel"], "arch": arch, "dtype": search.get("dtype", "bfloat16"), "bucket": bucket}
+        row |= {"config": config}
+        row |= {"shared": shared_memory(entry, row), "measured": {"shape": label, "us": round(us, 2), **versions()}}
+        if arguments.write:
+            write(entry.configs.path, row)
 
 
 if __name__ == "__main__":

@@ -106,12 +106,23 @@ def root_mean_square(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(values**2))) if values.size else 0.0
 
 
+def _natural_size(grad_output: np.ndarray, output: np.ndarray, argument: np.ndarray) -> float:
+    """A gradient's size where its terms do not cancel: grad_output·output/argument, row by row if they share rows."""
+    axis = -1 if argument.shape[:-1] == output.shape[:-1] and argument.ndim > 1 else None
+    sizes = [np.sqrt(np.mean(array**2, axis=axis)) for array in (grad_output, output, argument) if array.size]
+    return root_mean_square(sizes[0] * sizes[1] / np.where(sizes[2] > 0, sizes[2], 1.0)) if len(sizes) == 3 else 0.0
+
+
 def tolerance(operator: Operator, dtype: torch.dtype, eager_error: float = 0.0) -> float:
-    """What :func:`error` may be: 1.25 times PyTorch's own, and never less than a rounding or two of the dtype."""
+    """What :func:`error` may be: 1.25 times PyTorch's own, and never less than some roundings of the dtype.
+
+    Two for the narrow dtypes, whose arithmetic is float32's; eight for float32, which has no wider one.
+    """
     name = str(dtype).removeprefix("torch.")
+    roundings = 2 if torch.finfo(dtype).bits < 32 else 8
     # An eager version that gives NaN or inf here sets no bar.
     return max(
-        operator.tolerance.get(name, 2 * torch.finfo(dtype).eps),
+        operator.tolerance.get(name, roundings * torch.finfo(dtype).eps),
         1.25 * eager_error if math.isfinite(eager_error) else 0.0,
     )
 
@@ -143,9 +154,7 @@ def judge(entry: Entry, operator: Operator, arguments: dict[str, Any], seed: int
     if operator.backward is not None:
         for name, gradient in operator.backward(to_numpy(grad_output), **values).items():
             expected[name] = gradient
-            # A change of the argument by its own size changes the output by about the output's size.
-            size = root_mean_square(to_numpy(grad_output)) * root_mean_square(expected["output"])
-            scales[name] = size / (root_mean_square(values[name]) or 1.0)
+            scales[name] = _natural_size(to_numpy(grad_output), expected["output"], values[name])
 
     def errors(output: torch.Tensor, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
         results = {"output": output} | gradients

@@ -64,7 +64,7 @@ class ConfigTable:
         self.path = path
         self.rows = tuple(self._read(path))
         self._lookup_cached = functools.cache(self._lookup)
-        self._trial: dict[str, Mapping[str, Any]] = {}
+        self._trial: dict[str, tuple[Mapping[str, Any], dict[str, int]]] = {}
 
     @staticmethod
     def _read(path: Path) -> Iterator[Row]:
@@ -86,15 +86,21 @@ class ConfigTable:
         Same arguments, same table: same config.
         """
         if kernel in self._trial:
-            return dict(self._trial[kernel])
+            config, seen = self._trial[kernel]
+            seen.update(bucket)
+            return dict(config)
         return dict(self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items()))))
 
     @contextlib.contextmanager
-    def trial(self, kernel: str, config: Mapping[str, Any]) -> Iterator[None]:
-        """Inside this context the kernel runs with ``config``, whatever the rows say: for tuning."""
-        self._trial[kernel] = config
+    def trial(self, kernel: str, config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+        """Inside this context the kernel runs with ``config``, whatever the rows say: for tuning.
+
+        Yields the bucket that the kernel asked for; it is filled by the first launch.
+        """
+        seen: dict[str, int] = {}
+        self._trial[kernel] = config, seen
         try:
-            yield
+            yield seen
         finally:
             del self._trial[kernel]
 

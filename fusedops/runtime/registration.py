@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch, _get_tracing_state, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 
 _library = torch.library.Library("fusedops", "FRAGMENT")
 
@@ -17,11 +19,14 @@ def register(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Any:
-    """Register ``fusedops::<name>`` as an opaque operator and return its ``OpOverload``.
+) -> Callable[..., Any]:
+    """Register ``fusedops::<name>`` as an opaque operator and return the function that calls it.
 
     Opaque, so that ``torch.compile``, ``torch.export`` and opcheck see one operator with a fake version, on a machine
     with a GPU or without (``triton_op`` would be traced through, and fails where no GPU driver is).
+
+    The returned function takes positional arguments. Where the dispatcher would have nothing to do (plain tensors, no
+    gradient, nothing tracing) it calls ``implementation`` itself, which saves 8 µs of host time a call.
 
     Args:
         schema: such as ``"rms_norm(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"``.
@@ -38,4 +43,35 @@ def register(
     torch.library.register_fake(qualname, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualname, backward, setup_context=setup_context, lib=_library)
-    return getattr(torch.ops.fusedops, name).default
+    overload = getattr(torch.ops.fusedops, name).default
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*args)
+        if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in args):
+            raise NotImplementedError(f"{qualname} has no forward-mode derivative; use PyTorch's own function here")
+        if not _is_plain(args):
+            return overload(*args)
+        return implementation(*args)
+
+    return call
+
+
+def _has_tangent(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether autograd, dispatch modes, functorch, tracing and tensor subclasses have no part in a call."""
+    if _len_torch_dispatch_stack() or _get_tracing_state() is not None:
+        return False
+    if _functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if type(arg) is not torch.Tensor and type(arg) is not torch.nn.Parameter:
+                return False
+            if grad and arg.requires_grad:
+                return False
+    return True
