@@ -1,1 +1,19 @@
-"""nn."""
+"""Drop-in modules: torch's own classes with a fused forward, the RMSNorms of model libraries, and quantized linears."""
+
+from .attention import MultiheadAttention
+from .linear import FP8Linear, Int4Linear
+from .norm import GemmaRMSNorm, LayerNorm, LlamaRMSNorm, Olmo2RMSNorm, RMSNorm
+from .softmax import LogSoftmax, Softmax
+
+__all__ = [
+    "FP8Linear",
+    "GemmaRMSNorm",
+    "Int4Linear",
+    "LayerNorm",
+    "LlamaRMSNorm",
+    "LogSoftmax",
+    "MultiheadAttention",
+    "Olmo2RMSNorm",
+    "RMSNorm",
+    "Softmax",
+]
