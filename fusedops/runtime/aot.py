@@ -55,6 +55,8 @@ def compile_job(job: Job) -> Any:
     function = job.entry.load(*kernel.function.split(":"))
     options = {key: value for key, value in job.row.config.items() if key in _OPTIONS}
     constants = {key: value for key, value in job.row.config.items() if key not in _OPTIONS} | dict(job.variant)
+    # A bucket of a compile-time argument, such as a head dim, is the value to compile for.
+    constants |= {key: value for key, value in job.row.bucket.items() if key in function.arg_names}
     signature = {
         name: kind.format(dtype=_TRITON_DTYPES.get(job.dtype, job.dtype)) for name, kind in kernel.signature.items()
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from .device import DeviceFacts
 
-DEFAULT_SHARED_MEMORY = 49_152  # what every GPU gives a program without asking
+DEFAULT_SHARED_MEMORY = 65_536  # what the smallest supported GPUs (sm_75, gfx9) give a program
 
 
 @dataclass(frozen=True)

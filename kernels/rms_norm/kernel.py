@@ -7,27 +7,7 @@ walked twice, and the second read comes from L2.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def reciprocal_rms(sum_of_squares, largest, width, eps):
-    """1 / sqrt(mean(x²) + eps) in float32, where ``sum_of_squares`` was taken of x · scale_for(largest)."""
-    scale = scale_for(largest)
-    mean_square = sum_of_squares / width
-    # Scaled rows: hypot(rms, sqrt(eps)), which neither overflows nor vanishes where its parts squared would.
-    rms = tl.sqrt(mean_square) / scale
-    root_eps = tl.sqrt(eps)
-    high = tl.maximum(rms, root_eps)
-    ratio = tl.where(high > 0, tl.minimum(rms, root_eps) / high, 0.0)
-    return tl.where(scale == 1.0, tl.rsqrt(mean_square + eps), 1.0 / (high * tl.sqrt(1.0 + ratio * ratio)))
-
-
-@triton.jit
-def scale_for(largest):
-    """A power of two that brings a row with this largest magnitude to where float32 squares and sums are exact enough:
-    up to 2^18 squares of numbers between 2^-50 and 2^50 neither overflow nor vanish.
-    """
-    scale = tl.where(largest > 1.1259e15, 8.271806e-25, 1.0)  # 2^50, 2^-80
-    return tl.where(largest < 8.8818e-16, 1.2676506e30, scale)  # 2^-50, 2^100
+from fusedops.runtime.tile import load, reciprocal_root, scale_for
 
 
 @triton.jit
@@ -55,34 +35,31 @@ def rms_norm_forward(
     column = tl.arange(0, BLOCK_N)[None, :]
 
     if ONE_TILE:
-        x = tl.load(x_row + column, row_mask & (column < width), other=0.0).to(tl.float32)
-        largest = tl.max(tl.abs(x), axis=1)
-        scaled = x * scale_for(largest)[:, None]
-        rstd = reciprocal_rms(tl.sum(scaled * scaled, axis=1), largest, width, eps)
+        x = load(x_row + column, row_mask & (column < width))
+        scale = scale_for(tl.max(tl.abs(x), axis=1))
+        squares = (x * scale[:, None]) * (x * scale[:, None])
     else:
-        running = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_N):
-            x = tl.load(x_row + start + column, row_mask & (start + column < width), other=0.0).to(tl.float32)
-            running = tl.maximum(running, tl.abs(x))
-        largest = tl.max(running, axis=1)
-        scale = scale_for(largest)[:, None]
+            largest = tl.maximum(largest, tl.abs(load(x_row + start + column, row_mask & (start + column < width))))
+        scale = scale_for(tl.max(largest, axis=1))
         squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_N):
-            x = tl.load(x_row + start + column, row_mask & (start + column < width), other=0.0).to(tl.float32)
-            squares += (x * scale) * (x * scale)
-        rstd = reciprocal_rms(tl.sum(squares, axis=1), largest, width, eps)
+            x = load(x_row + start + column, row_mask & (start + column < width)) * scale[:, None]
+            squares += x * x
+    rstd = reciprocal_root(tl.sum(squares, axis=1), scale, width, eps)
     tl.store(rstd_ptr + row, rstd, row < rows)
 
     for start in range(0, width, BLOCK_N):
         offset = start + column
         mask = row_mask & (offset < width)
         if not ONE_TILE:
-            x = tl.load(x_row + offset, mask, other=0.0).to(tl.float32)
+            x = load(x_row + offset, mask)
         y = x * rstd[:, None]
         if CAST_BEFORE_WEIGHT:
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if HAS_WEIGHT:
-            y *= tl.load(w_ptr + offset, offset < width, other=0.0).to(tl.float32) + weight_offset
+            y *= load(w_ptr + offset, offset < width) + weight_offset
         tl.store(y_row + offset, y.to(y_ptr.dtype.element_ty), mask)
 
 
@@ -153,9 +130,9 @@ def rms_norm_backward(
 @triton.jit
 def load_tile(x_row, dy_row, w_ptr, offset, mask, rstd, weight_offset, HAS_WEIGHT: tl.constexpr):
     """x̂, dy and g = dy·(weight_offset + w), in float32 and 0 outside the mask."""
-    x_hat = tl.load(x_row + offset, mask, other=0.0).to(tl.float32) * rstd
-    dy = tl.load(dy_row + offset, mask, other=0.0).to(tl.float32)
+    x_hat = load(x_row + offset, mask) * rstd
+    dy = load(dy_row + offset, mask)
     g = dy
     if HAS_WEIGHT:
-        g = dy * (tl.load(w_ptr + offset, mask, other=0.0).to(tl.float32) + weight_offset)
+        g = dy * (load(w_ptr + offset, mask) + weight_offset)
     return x_hat, dy, g

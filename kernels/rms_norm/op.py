@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
 from fusedops import runtime
+from fusedops.runtime.tensors import as_rows, check_affine, check_input, dtype_name, unsupported_dtype
 
 from . import ENTRY
 
@@ -35,20 +34,8 @@ def rms_norm(
         TypeError: ``input`` or ``weight`` is not floating point.
         ValueError: ``weight`` does not fit ``input`` in shape or device, or ``input`` has no dimension.
     """
-    if not input.is_floating_point():
-        raise TypeError(f"rms_norm: input must have a floating-point dtype, got {input.dtype}")
-    if input.dim() == 0:
-        raise ValueError("rms_norm: input must have at least one dimension, got a scalar")
-    if weight is not None:
-        if not weight.is_floating_point():
-            raise TypeError(f"rms_norm: weight must have a floating-point dtype, got {weight.dtype}")
-        if weight.shape != input.shape[-1:]:
-            raise ValueError(
-                f"rms_norm: weight must have the shape [{input.shape[-1]}] of input's last dimension, "
-                f"got {list(weight.shape)}"
-            )
-        if weight.device != input.device:
-            raise ValueError(f"rms_norm: weight is on {weight.device}, input on {input.device}; put both on one device")
+    check_input("rms_norm", input)
+    check_affine("rms_norm", "weight", weight, input)
     return _forward_op(input, weight, eps, weight_offset, cast_before_weight)[0]
 
 
@@ -69,25 +56,14 @@ def _output_dtype(input: torch.Tensor, weight: torch.Tensor | None, cast_before_
     return torch.promote_types(input.dtype, weight.dtype)
 
 
-def _unsupported(input: torch.Tensor) -> str | None:
-    name = str(input.dtype).removeprefix("torch.")
-    return None if name in ENTRY.dtypes else f"input has dtype {name}, the kernel takes {', '.join(ENTRY.dtypes)}"
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., width] as [rows, width] with unit stride along the width; copies only where no view is possible."""
-    rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _forward(input, weight, eps, weight_offset, cast_before_weight):
     y_dtype = _output_dtype(input, weight, cast_before_weight)
-    if not runtime.use_kernel("rms_norm", input.device, _unsupported(input)):
+    if not runtime.use_kernel("rms_norm", input.device, unsupported_dtype(input, ENTRY.dtypes)):
         return _forward_pytorch(input, weight, eps, weight_offset, cast_before_weight, y_dtype)
 
     from . import kernel
 
-    x = _rows(input)
+    x = as_rows(input)
     rows, width = x.shape
     y = input.new_empty(input.shape, dtype=y_dtype)
     rstd = input.new_empty(input.shape[:-1], dtype=torch.float32)
@@ -114,22 +90,23 @@ def _forward(input, weight, eps, weight_offset, cast_before_weight):
 
 
 def _forward_pytorch(input, weight, eps, weight_offset, cast_before_weight, y_dtype):
-    compute = torch.promote_types(input.dtype, torch.float32)
-    x = input.to(compute)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
     mean_square = x.pow(2).mean(-1, keepdim=True)
-    if x.device.type == "cpu" and not bool(((mean_square > 1e-30) & (mean_square < 1e30)).all()):
-        mean_square = x.double().pow(2).mean(-1, keepdim=True)  # the squares leave float32's range
-    rstd = torch.rsqrt(mean_square + eps).to(compute)
+    if x.device.type == "cpu" and x.numel():
+        low, high = torch.aminmax(mean_square)
+        if not (low > 1e-30 and high < 1e30):  # squares leave float32's range
+            mean_square = x.double().pow(2).mean(-1, keepdim=True)
+    rstd = torch.rsqrt(mean_square + eps).to(x.dtype)
     y = x * rstd
     if cast_before_weight:
-        y = y.to(input.dtype).to(compute)
+        y = y.to(input.dtype).to(x.dtype)
     if weight is not None:
-        y = y * (weight.to(compute) + weight_offset)
+        y = y * (weight.to(x.dtype) + weight_offset if weight_offset else weight.to(x.dtype))
     return y.to(y_dtype).contiguous(), rstd.squeeze(-1).contiguous()
 
 
 def _backward(grad_output, input, weight, rstd, weight_offset, needs_weight_grad):
-    if not runtime.use_kernel("rms_norm_backward", input.device, _unsupported(input)):
+    if not runtime.use_kernel("rms_norm_backward", input.device, unsupported_dtype(input, ENTRY.dtypes)):
         rstd = rstd.unsqueeze(-1)
         dy, x_hat = grad_output.to(rstd.dtype), input.to(rstd.dtype) * rstd
         g = dy if weight is None else dy * (weight.to(rstd.dtype) + weight_offset)
@@ -139,7 +116,7 @@ def _backward(grad_output, input, weight, rstd, weight_offset, needs_weight_grad
 
     from . import kernel
 
-    x, dy = _rows(input), _rows(grad_output)
+    x, dy = as_rows(input), as_rows(grad_output)
     rows, width = x.shape
     config = _config("rms_norm_backward", x)
     dx = input.new_empty(input.shape)
@@ -169,8 +146,7 @@ def _backward(grad_output, input, weight, rstd, weight_offset, needs_weight_grad
 
 
 def _config(name: str, x: torch.Tensor) -> dict:
-    dtype = str(x.dtype).removeprefix("torch.")
-    return ENTRY.configs.lookup(name, runtime.facts(x.device), dtype, width=x.shape[1])
+    return ENTRY.configs.lookup(name, runtime.facts(x.device), dtype_name(x), width=x.shape[1])
 
 
 def _forward_fake(input, weight, eps, weight_offset, cast_before_weight):

@@ -1,0 +1,60 @@
+"""What the operators ask of their tensors: checks with one wording, and the view as rows that the kernels walk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """``"bfloat16"`` of a tensor in ``torch.bfloat16``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def unsupported_dtype(tensor: torch.Tensor, accepted: Sequence[str]) -> str | None:
+    """Why a kernel with the ``accepted`` dtypes does not cover the tensor; None if it does."""
+    name = dtype_name(tensor)
+    return None if name in accepted else f"input has dtype {name}, the kernel takes {', '.join(accepted)}"
+
+
+def check_input(operator: str, input: torch.Tensor) -> None:
+    """Refuse what cannot be normalised along its last dimension.
+
+    Raises:
+        TypeError: ``input`` is not floating point.
+        ValueError: ``input`` is a scalar.
+    """
+    if not input.is_floating_point():
+        raise TypeError(f"{operator}: input must have a floating-point dtype, got {input.dtype}")
+    if input.dim() == 0:
+        raise ValueError(f"{operator}: input must have at least one dimension, got a scalar")
+
+
+def check_affine(operator: str, name: str, parameter: torch.Tensor | None, input: torch.Tensor) -> None:
+    """Refuse a weight or bias that does not fit the last dimension of ``input``; None fits.
+
+    Raises:
+        TypeError: it is not floating point.
+        ValueError: its shape or device differs.
+    """
+    if parameter is None:
+        return
+    if not parameter.is_floating_point():
+        raise TypeError(f"{operator}: {name} must have a floating-point dtype, got {parameter.dtype}")
+    if parameter.shape != input.shape[-1:]:
+        raise ValueError(
+            f"{operator}: {name} must have the shape [{input.shape[-1]}] of input's last dimension, "
+            f"got {list(parameter.shape)}"
+        )
+    if parameter.device != input.device:
+        raise ValueError(
+            f"{operator}: {name} is on {parameter.device}, input on {input.device}; put both on one device"
+        )
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., width] as [rows, width] with unit stride along the width; copies only where no view is possible."""
+    rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
