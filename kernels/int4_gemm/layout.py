@@ -105,7 +105,7 @@ def quantize(
     step (and what rounding the scale adds), and quantizing the dequantized weight again gives the same three tensors.
 
     Args:
-        weight: [N, K], float32, bfloat16 or float16, finite.
+        weight: [N, K], float32, bfloat16 or float16, finite; float64 is rounded to float32 first.
         group_size: neighbours along K that share a scale: 32, 64, 128 or K.
         symmetric: put the zero in the middle.
 
@@ -118,6 +118,8 @@ def quantize(
         ValueError: ``weight`` is not two-dimensional or not finite, K is no multiple of 32, or ``group_size`` does not
             divide K or is not one of the sizes.
     """
+    if weight.dtype == torch.float64:
+        weight = weight.float()
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize: weight must be float32, bfloat16 or float16, got {weight.dtype}")
     if weight.dim() != 2:
