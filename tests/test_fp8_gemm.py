@@ -70,6 +70,11 @@ def test_every_value_and_every_tie_rounds_to_nearest_even(device):
     distance = np.abs(magnitudes[:, None] - np.abs(values)).min(0)
     np.testing.assert_array_equal(np.abs(q.double().cpu().numpy() - values), distance)
     assert not (codes(q)[127 : 127 + 126] & 1).any(), "a tie goes to the even code"
+    # Ties of other scales: products with the scale's reciprocal would miss some.
+    for factor in (3, 5, 7, 11, 13):
+        q, scale = quantize_fp8(torch.from_numpy(np.concatenate([magnitudes, ties]) * np.float32(factor)).to(device))
+        assert scale == factor
+        np.testing.assert_array_equal(codes(q), reference.encode_e4m3(np.concatenate([magnitudes, ties])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +148,9 @@ def test_strides_and_offsets_of_the_linear_do_not_change_a_bit(device):
 
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 1, 1), (1, 129, 33), (7, 33, 129), (33, 7, 1000), (129, 65, 16), (3, 5, 0)]
+    ("m", "n", "k"),
+    [(1, 1, 1), (1, 129, 33), (7, 33, 129), (33, 7, 1000), (129, 65, 16), (3, 5, 0)]
+    + [(4000, 33, 80)] * (not runtime.interpreting()),  # thousands of rows have tiles of their own
 )
 def test_any_size(device, m, n, k, per_row):
     arguments = problem(m, n, k, device, per_row=per_row)
