@@ -245,9 +245,10 @@ def test_conv1d_is_transposed(scheme, device):
 
 def test_fp8_without_fp8_units_is_told_before_the_model_is_touched(model, monkeypatch):
     old = runtime.DeviceFacts("sm_80", "NVIDIA A100", 108, 166_912)
-    monkeypatch.setattr(runtime, "facts", lambda device: old)
-    assert quantization._without_fp8(torch.device("cuda", 0)) == "NVIDIA A100"
-    assert quantization._without_fp8(torch.device("cpu")) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "facts", lambda device: old)
+        assert quantization._without_fp8(torch.device("cuda", 0)) == "NVIDIA A100"
+        assert quantization._without_fp8(torch.device("cpu")) == ""
     monkeypatch.setattr(quantization, "_without_fp8", lambda device: "NVIDIA A100")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
