@@ -38,22 +38,20 @@ class HypothesisDraw:
         return self._data.draw(st.sampled_from(list(options)))
 
 
-def dtypes_of(entry):
-    """The entry's dtypes, less what the interpreter is known to get wrong: bfloat16 operands of tl.dot."""
-    skip_bfloat16 = runtime.interpreting() and entry.uses_dot and not torch.cuda.is_available()
-    return [getattr(torch, name) for name in entry.dtypes if not (skip_bfloat16 and name == "bfloat16")]
+def dtypes_of(entry, device):
+    return [getattr(torch, name) for name in check.dtypes(entry, device)]
 
 
 def draw_arguments(entry, operator, data, device):
     draw = HypothesisDraw(data)
-    dtype = draw.choice(dtypes_of(entry))
+    dtype = draw.choice(dtypes_of(entry, device))
     seed = draw.integer(0, 2**20)
     return check.materialize(operator.sample(draw), dtype, device, seed, draw), seed
 
 
 def first_arguments(entry, operator, device, seed=0):
     sample = operator.sample(check.RandomDraw(seed))
-    return check.materialize(sample, dtypes_of(entry)[0], device, seed)
+    return check.materialize(sample, dtypes_of(entry, device)[0], device, seed)
 
 
 @pytest.mark.usefixtures("poisoned", "no_fallback")
@@ -71,7 +69,7 @@ def test_error_is_no_more_than_pytorchs(entry, operator, device):
     """In the mean over many inputs, so that one lucky rounding of either side decides nothing."""
     # The interpreter truncates where the hardware rounds to bfloat16.
     truncates = torch.bfloat16 if runtime.interpreting() and device == "cpu" else None
-    for dtype in [dtype for dtype in dtypes_of(entry) if dtype != truncates]:
+    for dtype in [dtype for dtype in dtypes_of(entry, device) if dtype != truncates]:
         ours: dict[str, list[float]] = {}
         eager: dict[str, list[float]] = {}
         for seed in range(20):
@@ -111,16 +109,17 @@ def bits(tensor):
 
 @each_operator(lambda operator: operator.backward)
 def test_reference_gradient_is_the_derivative_of_the_reference(entry, operator):
+    reference = operator.smooth or operator.reference
     for seed in range(5):
         arguments = check.materialize(operator.sample(check.RandomDraw(seed)), torch.float64, "cpu", seed)
         values = {name: check.to_numpy(value) for name, value in arguments.items()}
         generator = np.random.default_rng(seed)
-        grad_output = generator.standard_normal(operator.reference(**values).shape)
+        grad_output = generator.standard_normal(reference(**values).shape)
         for name, gradient in operator.backward(grad_output, **values).items():
             direction = generator.standard_normal(values[name].shape)
             step = 1e-6 * max(1.0, float(np.abs(values[name]).max(initial=0))) * direction
-            high = operator.reference(**values | {name: values[name] + step})
-            low = operator.reference(**values | {name: values[name] - step})
+            high = reference(**values | {name: values[name] + step})
+            low = reference(**values | {name: values[name] - step})
             numeric = float(np.sum(grad_output * (high - low)) / 2)
             analytic = float(np.sum(gradient * step))
             size = float(np.sum(np.abs(gradient * step)))
@@ -140,6 +139,7 @@ class Recorder(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.usefixtures("comparable_float8")
 @each_operator()
 def test_registered_operators_pass_opcheck(entry, operator, device):
     arguments = first_arguments(entry, operator, device, seed=3)

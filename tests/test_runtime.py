@@ -62,6 +62,22 @@ def test_vmap_runs_the_operator_a_slice_at_a_time(doubled):
     assert torch.equal(torch.vmap(call)(x), 2 * x)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_autocast_does_not_reach_into_an_implementation(requires_grad):
+    call = runtime.register(
+        f"test_product_{requires_grad}(Tensor input) -> Tensor",
+        lambda input: input @ input,
+        torch.empty_like,
+        setup_context=lambda ctx, inputs, output: None,
+        backward=lambda ctx, grad: grad,
+    )
+    x = torch.randn(4, 4, requires_grad=requires_grad)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        inside = call(x)
+    assert torch.equal(inside, x @ x)
+
+
 def table(tmp_path, *rows):
     path = tmp_path / "configs.json"
     path.write_text(json.dumps({"rows": [{"kernel": "k", "arch": "any", **row} for row in rows]}))

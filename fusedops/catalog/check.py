@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fusedops import runtime
+
 from . import Array, Draw, Entry, Operator, Sample
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
@@ -167,6 +169,40 @@ def judge(entry: Entry, operator: Operator, arguments: dict[str, Any], seed: int
         Judged(what, ours[what], tolerance(operator, dtypes[what], eager.get(what, 0.0)), eager.get(what))
         for what in ours
     ]
+
+
+def dtypes(entry: Entry, device: str) -> list[str]:
+    """The entry's dtypes, less what the interpreter is known to get wrong: bfloat16 operands of tl.dot."""
+    skip_bfloat16 = device == "cpu" and runtime.interpreting() and entry.uses_dot
+    return [name for name in entry.dtypes if not (skip_bfloat16 and name == "bfloat16")]
+
+
+class Verdict(NamedTuple):
+    """The outcome of many comparisons."""
+
+    ran: str  # which implementation
+    worst: Judged  # the one nearest to its tolerance, or furthest over it
+
+
+def verify(entry: Entry, operator: Operator, dtype: str, device: str, seeds: int) -> Verdict:
+    """Judge the operator on random inputs, in random layouts."""
+    on_cpu = torch.device(device).type == "cpu"
+    interpreted = runtime.interpreting() and runtime.has_triton()
+    ran = set()
+    judged: list[Judged] = []
+    for seed in range(seeds):
+        draw = RandomDraw(seed)
+        arguments = materialize(operator.sample(draw), getattr(torch, dtype), device, seed, draw)
+        try:
+            with runtime.strict():
+                judged += judge(entry, operator, arguments, seed)
+            ran.add("kernel" if not on_cpu else "kernel, interpreted" if interpreted else "PyTorch's version")
+        except runtime.NoKernelError as reason:
+            judged += judge(entry, operator, arguments, seed)
+            ran.add(f"PyTorch's version: {str(reason).partition(': ')[2]}")
+    # A NaN error is over every tolerance.
+    worst = max(judged, key=lambda one: one.error / one.tolerance if one.error == one.error else math.inf)
+    return Verdict("; ".join(sorted(ran)), worst)
 
 
 def _run(function: Any, arguments: dict[str, Any], seed: int, differentiate: bool) -> tuple[Any, dict[str, Any], Any]:

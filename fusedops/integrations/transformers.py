@@ -109,8 +109,6 @@ def attention_forward(
 
     unsupported = _unsupported(attention_mask, dropout, kwargs)
     if unsupported is None:
-        if causal and seq_q > 1 and seq_kv > seq_q:  # a static cache's unused tail
-            key, value = key[:, :, :seq_q], value[:, :, :seq_q]
         output = functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal and seq_q > 1, scale=scaling, enable_gqa=True
         )

@@ -40,6 +40,20 @@ class _QuantizedLinear(torch.nn.Module):
                 self._buffers[name] = old.to(new.device)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle can't read float8 storages (torch.load can)
+        buffers = dict(self._buffers)
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.dtype == torch.float8_e4m3fn:
+                buffers[name] = buffer.view(torch.uint8)
+        return self.__dict__ | {"_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.dtype == torch.uint8:
+                self._buffers[name] = buffer.view(self.packed[name][0])
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, torch.Tensor],
@@ -80,12 +94,12 @@ class Int4Linear(_QuantizedLinear):
     """``torch.nn.Linear`` with 4-bit weights: w[n, k] = scales[n, k // g]·q[n, k] + offsets[n, k // g].
 
     Args:
-        in_features: K, a multiple of ``group_size``.
+        in_features: K, a multiple of 32 and of ``group_size``.
         out_features: N.
         bias: whether there is a bias.
         group_size: g: 32, 64, 128 or K.
         device: of all tensors.
-        dtype: of scales, offsets and bias.
+        dtype: of scales and bias; offsets are float32. A checkpoint may have either in another dtype, and keeps it.
 
     Attributes:
         qweight: [N, K / 8] int32, zero in a fresh module.
@@ -112,12 +126,12 @@ class Int4Linear(_QuantizedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_group_size(in_features, group_size)
+        layout.check_group_size("Int4Linear", in_features, group_size)
         groups = in_features // group_size
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
         self.register_buffer("qweight", torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device))
         self.register_buffer("scales", torch.zeros(out_features, groups, dtype=dtype, device=device))
-        self.register_buffer("offsets", torch.zeros(out_features, groups, dtype=dtype, device=device))
+        self.register_buffer("offsets", torch.zeros(out_features, groups, dtype=torch.float32, device=device))
         self._set_bias(torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
@@ -130,8 +144,9 @@ class Int4Linear(_QuantizedLinear):
             symmetric: offsets of −8·scale, so that zero stays zero, instead of one from each group's least value.
         """
         _require_weight("Int4Linear", linear.weight)
-        check_group_size(linear.weight.shape[1], group_size)
-        qweight, scales, offsets = layout.quantize(linear.weight.detach(), group_size, symmetric)
+        weight = linear.weight.detach()
+        weight = weight.float() if weight.dtype == torch.float64 else weight
+        qweight, scales, offsets = layout.quantize(weight, group_size, symmetric)
         return cls.from_packed(qweight, scales, offsets, linear.bias).train(linear.training)
 
     @classmethod
@@ -181,14 +196,6 @@ class Int4Linear(_QuantizedLinear):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"group_size={self.group_size}"
         )
-
-
-def check_group_size(in_features: int, group_size: int) -> None:
-    """Raise ``ValueError`` unless int4 has this group size for this many columns."""
-    if group_size not in (32, 64, 128, in_features):
-        raise ValueError(f"group_size must be 32, 64, 128 or in_features ({in_features}), got {group_size}")
-    if in_features % group_size or in_features % 8:
-        raise ValueError(f"in_features must be a multiple of group_size and of 8, got {in_features} with {group_size}")
 
 
 class FP8Linear(_QuantizedLinear):

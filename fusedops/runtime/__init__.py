@@ -2,7 +2,7 @@
 
 from .configs import ConfigTable, Row
 from .device import TARGETS, DeviceFacts, Target, facts
-from .dispatch import FallbackWarning, interpreting, strict, use_kernel
+from .dispatch import FallbackWarning, NoKernelError, has_triton, interpreting, strict, use_kernel
 from .launch import launch
 from .registration import register
 
@@ -11,9 +11,11 @@ __all__ = [
     "ConfigTable",
     "DeviceFacts",
     "FallbackWarning",
+    "NoKernelError",
     "Row",
     "Target",
     "facts",
+    "has_triton",
     "interpreting",
     "launch",
     "register",

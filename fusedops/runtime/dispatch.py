@@ -19,9 +19,13 @@ class FallbackWarning(UserWarning):
     """A GPU tensor was computed by PyTorch, because the kernel does not cover the call."""
 
 
+class NoKernelError(RuntimeError):
+    """Under :func:`strict`: the kernel does not cover the call."""
+
+
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """Inside this context a call that the kernel does not cover raises ``RuntimeError`` instead of falling back."""
+    """Inside this context a call that the kernel does not cover raises :class:`NoKernelError`: no falling back."""
     token = _strict.set(True)
     try:
         yield
@@ -54,7 +58,7 @@ def use_kernel(operator: str, device: torch.device, unsupported: str | None = No
         unsupported: what of this call the kernel does not cover, or None.
 
     Raises:
-        RuntimeError: the call falls back although :func:`strict` is in force.
+        NoKernelError: the call falls back although :func:`strict` is in force.
     """
     if device.type == "cpu" and not (interpreting() and has_triton()):
         return False
@@ -65,7 +69,7 @@ def use_kernel(operator: str, device: torch.device, unsupported: str | None = No
     if unsupported is None:
         return True
     if _strict.get():
-        raise RuntimeError(f"{operator} has no kernel for this call: {unsupported}")
+        raise NoKernelError(f"{operator} has no kernel for this call: {unsupported}")
     if device.type == "cuda":
         _warn_once(operator, unsupported)
     return False

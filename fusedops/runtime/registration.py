@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import (
+    _DisableAutocast,
+    _functorch,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import forward_ad
 
 _library = torch.library.Library("fusedops", "FRAGMENT")
@@ -38,8 +44,16 @@ def register(
     name = schema.partition("(")[0]
     qualname = f"fusedops::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(*args: Any) -> Any:
+        # An implementation chooses its own precision: autocast must not round what it computes in float32.
+        if _is_any_autocast_enabled():
+            with _DisableAutocast():
+                return implementation(*args)
+        return implementation(*args)
+
     for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+        _library.impl(name, run, key)
     torch.library.register_fake(qualname, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualname, backward, setup_context=setup_context, lib=_library)
@@ -52,7 +66,7 @@ def register(
             raise NotImplementedError(f"{qualname} has no forward-mode derivative; use PyTorch's own function here")
         if not _is_plain(args):
             return overload(*args)
-        return implementation(*args)
+        return run(*args)
 
     return call
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusedops import nn, runtime
-from fusedops.nn.linear import check_group_size
+from fusedops.catalog.int4_gemm.layout import check_group_size
 
 from .replacement import install, reason_to_keep_forward
 from .report import Item, Report
@@ -140,12 +140,9 @@ def _check(path: str, module: Any, scheme: str, group_size: int) -> None:
     if scheme == "int4":
         in_features = _row_major(module).shape[1]
         try:
-            check_group_size(in_features, group_size)
+            check_group_size(path, in_features, group_size)
         except ValueError as error:
-            raise ValueError(
-                f"quantize: {path} has {in_features} input features, which group_size={group_size} does not fit "
-                f"({error}); pass another group_size or exclude=[{path!r}]"
-            ) from error
+            raise ValueError(f"quantize: {error}; pass another group_size, or exclude=[{path!r}]") from error
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(
             f"quantize: {path}.weight holds NaN or infinite values; exclude the layer or mend the checkpoint"
@@ -178,8 +175,8 @@ def _quantized(module: Any, scheme: str, group_size: int, symmetric: bool) -> to
 def _bytes_of_quantized(module: Any, scheme: str, group_size: int) -> int:
     out_features, in_features = _row_major(module).shape
     if scheme == "int4":
-        # layout.quantize gives scales and offsets in the weight's dtype
-        return _bytes(nn.Int4Linear(in_features, out_features, False, group_size, "meta", module.weight.dtype))
+        scales = torch.float32 if module.weight.dtype == torch.float64 else module.weight.dtype
+        return _bytes(nn.Int4Linear(in_features, out_features, False, group_size, "meta", scales))
     return _bytes(nn.FP8Linear(in_features, out_features, False, device="meta"))
 
 

@@ -90,7 +90,9 @@ def _check(input, qweight, scales, offsets, bias):
             raise ValueError(f"int4_gemm: bias must be [N] with N = {n}, got {list(bias.shape)}")
     for name, tensor in (("qweight", qweight), ("scales", scales), ("offsets", offsets), ("bias", bias)):
         if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"int4_gemm: {name} is on {tensor.device}, input on {input.device}; put them on one device")
+            raise ValueError(
+                f"int4_gemm: {name} is on {tensor.device}, input on {input.device}; put them on one device"
+            )
 
 
 def _unsupported(input: torch.Tensor) -> str | None:
@@ -235,6 +237,14 @@ def _convert_once(form: str, make: Any, qweight: torch.Tensor, scales: torch.Ten
             sources = (weakref.ref(scales), weakref.ref(offsets))
             _converted[qweight] = _Converted(form, sources, _state(qweight, scales, offsets), weight)
     return weight
+
+
+def converted_bytes(qweight: torch.Tensor) -> int:
+    """Bytes that a CPU keeps beside ``qweight`` since the first call: the weight in the form that it computes with."""
+    found = _converted.get(qweight)
+    if found is None:
+        return 0
+    return sum(part.nbytes for part in (found.weight if isinstance(found.weight, tuple) else (found.weight,)))
 
 
 def _ready_weight(input, qweight, scales, offsets, bias):
