@@ -44,7 +44,7 @@ def imports(name, top_level=False):
     """The modules that a file imports; with ``top_level``, those that importing it imports."""
     path = FILES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    found: set[str] = set()
 
     def walk(node):
         if is_type_checking(node) or (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):

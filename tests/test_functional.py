@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_signatures_are_torchs(name):
 def test_signature_of_attention():
     # torch's is a builtin; its documentation has the signature
     names = [*inspect.signature(FF.scaled_dot_product_attention).parameters]
-    documented = F.scaled_dot_product_attention.__doc__.split(")")[0]
+    documented = (F.scaled_dot_product_attention.__doc__ or "").split(")")[0]
     assert all(name in documented for name in names)
     assert names[:7] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"]
 
@@ -171,7 +172,7 @@ def test_attention_of_other_ranks(lead, device):
     close(ours, F.scaled_dot_product_attention(q, k, v, is_causal=True), torch.bfloat16)
 
 
-UNCOVERED = {
+UNCOVERED: dict[str, dict[str, Any]] = {
     "bool mask": {"attn_mask": torch.ones(5, 5).tril().bool()},
     "float mask": {"attn_mask": torch.linspace(-3, 3, 25).view(5, 5)},
     "dropout": {"dropout_p": 0.5},
@@ -181,7 +182,7 @@ UNCOVERED = {
 @pytest.mark.parametrize("case", UNCOVERED)
 def test_attention_the_kernel_does_not_cover_is_torchs(case, device, monkeypatch):
     inputs = attention_inputs(device)
-    options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in UNCOVERED[case].items()}
+    options: dict[str, Any] = {k: v.to(device) if torch.is_tensor(v) else v for k, v in UNCOVERED[case].items()}
     torch.manual_seed(0)
     expected = F.scaled_dot_product_attention(*inputs, **options)
     torch.manual_seed(0)
@@ -197,13 +198,14 @@ def test_attention_the_kernel_does_not_cover_is_torchs(case, device, monkeypatch
 @pytest.mark.filterwarnings("ignore::fusedops.FallbackWarning")
 def test_attention_refuses_as_torch_does(device):
     q, k, v = attention_inputs(device, heads=4)
-    for arguments, options in [
+    refused: list[tuple[Any, dict[str, Any]]] = [
         ((q, k, v), {}),  # 4 and 2 heads without enable_gqa
         ((q, q, q), {"dropout_p": 2.0}),
         ((k, k.half(), v), {}),
         ((k, k[..., :4], v), {}),
         ((q[:, :3], k, v), {"enable_gqa": True}),
-    ]:
+    ]
+    for arguments, options in refused:
         for functions in (F, FF):
             with pytest.raises(RuntimeError):
                 functions.scaled_dot_product_attention(*arguments, **options)

@@ -72,6 +72,8 @@ class Operator:
         shapes: the real sizes, for benchmarks: label → arguments.
         registers: the names under ``torch.ops.fusedops`` that a call with gradients goes through.
         backward: ``(grad_output, **arguments) → {argument: gradient}`` in NumPy float64; None without a gradient.
+        smooth: what ``backward`` is the derivative of where the reference rounds on its way (a straight-through
+            gradient), with the same arguments; None for the reference itself.
         eager: the name in ``op.py`` of what a PyTorch user would write instead, the judge of accuracy and speed.
         tolerance: the relative error (Frobenius norm) allowed for a dtype where it is more than the harness's default.
     """
@@ -82,6 +84,7 @@ class Operator:
     shapes: Mapping[str, Sample]
     registers: tuple[str, ...]
     backward: Callable[..., Mapping[str, Any]] | None = None
+    smooth: Callable[..., Any] | None = None
     eager: str = ""
     tolerance: Mapping[str, float] = field(default_factory=dict)
 
@@ -92,7 +95,8 @@ class Kernel:
 
     Attributes:
         function: ``"module:function"`` within the entry's folder.
-        signature: argument → Triton type (``"i32"``, ``"fp32"``, ``"*fp32"``); ``"*{dtype}"`` is the row's dtype.
+        signature: argument → Triton type (``"i32"``, ``"fp32"``, ``"*fp32"``); ``"*{dtype}"`` is the row's dtype,
+            ``"i32:16"`` an integer that 16 divides.
         variants: the compile-time values that are not in the config table, one mapping a variant.
     """
 

@@ -42,7 +42,10 @@ class _QuantizedLinear(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle can't read float8 storages (torch.load can)
-        buffers = {n: b.view(torch.uint8) if _is_float8(b) else b for n, b in self._buffers.items()}
+        buffers = dict(self._buffers)
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.dtype == torch.float8_e4m3fn:
+                buffers[name] = buffer.view(torch.uint8)
         return self.__dict__ | {"_buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,10 +80,6 @@ class _QuantizedLinear(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-def _is_float8(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype == torch.float8_e4m3fn
 
 
 def _require_weight(kind: str, weight: torch.Tensor) -> None:
