@@ -90,10 +90,8 @@ class Comparison:
         table.add_row("tokens/s, decoding", *(f"{side.tokens_per_second:.1f}" for side in sides))
         table.add_row("weight memory", *(f"{side.weight_bytes / 1e6:.0f} MB" for side in sides))
         if self.fusedops.converted_bytes:
-            copies = f"{self.fusedops.converted_bytes / 1e6:.0f} MB, the 4-bit weights as this CPU computes"
-            table.add_row(
-                "kept beside it since the first call", "", f"{copies}, the 4-bit weights as this CPU computes"
-            )
+            kept = f"{self.fusedops.converted_bytes / 1e6:.0f} MB: the form that this CPU computes with"
+            table.add_row("kept beside it after the first call", "", kept)
         return table
 
     def claims(self) -> list[str]:

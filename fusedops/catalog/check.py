@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,15 +185,22 @@ class Verdict(NamedTuple):
     worst: Judged  # the one nearest to its tolerance, or furthest over it
 
 
+def _inhabited(operator: Operator) -> Iterator[tuple[int, Draw, Sample]]:
+    for seed in range(10_000):
+        draw = RandomDraw(seed)
+        sample = operator.sample(draw)
+        if not any(isinstance(value, Array) and 0 in value.shape for value in sample.values()):
+            yield seed, draw, sample
+
+
 def verify(entry: Entry, operator: Operator, dtype: str, device: str, seeds: int) -> Verdict:
-    """Judge the operator on random inputs, in random layouts."""
+    """Judge the operator on so many random inputs, in random layouts; empty inputs, which prove little, don't count."""
     on_cpu = torch.device(device).type == "cpu"
     interpreted = runtime.interpreting() and runtime.has_triton()
     ran = set()
     judged: list[Judged] = []
-    for seed in range(seeds):
-        draw = RandomDraw(seed)
-        arguments = materialize(operator.sample(draw), getattr(torch, dtype), device, seed, draw)
+    for seed, draw, sample in itertools.islice(_inhabited(operator), seeds):
+        arguments = materialize(sample, getattr(torch, dtype), device, seed, draw)
         try:
             with runtime.strict():
                 judged += judge(entry, operator, arguments, seed)
