@@ -10,8 +10,10 @@ One kernel owns keys and walks the queries, over all query heads that share the 
 import triton
 import triton.language as tl
 
+from .forward import SIZES
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["heads_q", "seq_q"])
 def attention_delta(
     out_ptr,
     dout_ptr,
@@ -55,7 +57,7 @@ def load_lse(lse_ptr, index, limit):
     return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_backward_kv(
     q_ptr,
     k_ptr,
@@ -145,7 +147,7 @@ def attention_backward_kv(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_backward_q(
     q_ptr,
     k_ptr,

@@ -8,7 +8,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# No recompiling for a new batch size or length.
+SIZES = ["batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "causal_shift"]
+
+
+@triton.jit(do_not_specialize=SIZES)
 def attention_forward(
     q_ptr,
     k_ptr,

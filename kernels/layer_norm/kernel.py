@@ -10,7 +10,7 @@ import triton.language as tl
 from fusedops.runtime.tile import load, reciprocal_root, scale_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def layer_norm_forward(
     x_ptr,
     w_ptr,
@@ -83,7 +83,7 @@ def layer_norm_forward(
         tl.store(y_row + offset, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def layer_norm_backward(
     dy_ptr,
     x_ptr,
@@ -125,7 +125,9 @@ def layer_norm_backward(
 
         if ONE_TILE:
             mask = (row < rows) & (column < width)
-            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rstd, HAS_WEIGHT)
+            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rstd, 0.0, HAS_WEIGHT)
+            rest = tl.sum(x_hat, axis=1, keep_dims=True) / width
+            x_hat = tl.where(mask, x_hat - rest, 0.0)
             mean_g = tl.sum(g, axis=1, keep_dims=True) / width
             mean_gx = tl.sum(g * x_hat, axis=1, keep_dims=True) / width
             tl.store(dx_row + column, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
@@ -134,19 +136,22 @@ def layer_norm_backward(
             if BIAS_GRAD:
                 db += tl.sum(dy, axis=0, keep_dims=True)
         else:
+            deviations = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for start in range(0, width, BLOCK_N):
                 mask = (row < rows) & (start + column < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rstd, HAS_WEIGHT)
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rstd, 0.0, HAS_WEIGHT)
+                deviations += x_hat
                 sums += g
                 products += g * x_hat
             mean_g = tl.sum(sums, axis=1, keep_dims=True) / width
-            mean_gx = tl.sum(products, axis=1, keep_dims=True) / width
+            rest = tl.sum(deviations, axis=1, keep_dims=True) / width
+            mean_gx = tl.sum(products, axis=1, keep_dims=True) / width - rest * mean_g
             for start in range(0, width, BLOCK_N):
                 offset = start + column
                 mask = (row < rows) & (offset < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, HAS_WEIGHT)
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, rest, HAS_WEIGHT)
                 tl.store(dx_row + offset, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
                 earlier = (offset < width) & (block != program)
                 if WEIGHT_GRAD:
@@ -163,9 +168,9 @@ def layer_norm_backward(
 
 
 @triton.jit
-def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, HAS_WEIGHT: tl.constexpr):
-    """x̂, dy and g = dy·w, in float32 and 0 outside the mask."""
-    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean) * rstd, 0.0)
+def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, rest, HAS_WEIGHT: tl.constexpr):
+    """x̂ (less ``rest``, what rounding left of the mean), dy and g = dy·w, in float32 and 0 outside the mask."""
+    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean) * rstd - rest, 0.0)
     dy = load(dy_row + offset, mask)
     g = dy
     if HAS_WEIGHT:

@@ -84,8 +84,8 @@ def _forward_pytorch(input, weight, bias, eps):
     if x.device.type == "cpu" and rstd.numel():
         low, high = torch.aminmax(rstd)
         if not (low > 1e-15 and high < 1e15):  # squares leave float32's range
-            wide = (p if p is None else p.double() for p in (weight, bias))
-            y, mean, rstd = torch.native_layer_norm(x.double(), x.shape[-1:], *wide, eps)
+            weight, bias = (p if p is None else p.double() for p in (weight, bias))
+            y, mean, rstd = torch.native_layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
     mean, rstd = (statistic.squeeze(-1).to(x.dtype).contiguous() for statistic in (mean, rstd))
     return y.to(input.dtype).contiguous(), mean, rstd
 
@@ -132,6 +132,7 @@ def _backward(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_b
 def _backward_pytorch(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_bias_grad):
     dy, rstd = grad_output.to(rstd.dtype), rstd.unsqueeze(-1)
     x_hat = (input.to(rstd.dtype) - mean.unsqueeze(-1)) * rstd
+    x_hat = x_hat - x_hat.mean(-1, keepdim=True)  # what rounding left of the mean
     g = dy if weight is None else dy * weight.to(rstd.dtype)
     dx = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
     nothing = rstd.new_empty(0)
