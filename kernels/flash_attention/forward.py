@@ -7,7 +7,6 @@ score m so far, the sum l of exp(score − m) and the unnormalised output. Score
 import triton
 import triton.language as tl
 
-
 # No recompiling for a new batch size or length.
 SIZES = ["batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "causal_shift"]
 
