@@ -135,8 +135,8 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         cut.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"cut\.gguf: truncated or corrupt"):
             ours.read(cut)
+    cut.write_bytes(whole[:-17000])
     with pytest.raises(ValueError, match=r"attn_q\.weight \(Q4_1 \[64, 64\]\) needs the 2560 bytes"):
-        cut.write_bytes(whole[: whole.index(whole[-100:]) - 17000])
         ours.read(cut)
 
 
@@ -209,7 +209,7 @@ def test_linears_become_int4_with_the_rotary_rows_back_in_order(tmp_path, model)
     [
         (
             {"blk.0.ffn_gate.weight": ("Q4_1", np.zeros((32, 40), dtype=np.uint8))},
-            r"ffn_gate.weight has the shape \[32, 64\], but the model's model.layers.0.mlp.gate_proj.weight has \[96, 64\]",
+            r"ffn_gate.weight has the shape \[32, 64\], but the model's .*\.gate_proj.weight has \[96, 64\]",
         ),
         (
             {"blk.0.ffn_gate.weight": None},

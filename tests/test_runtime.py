@@ -37,6 +37,7 @@ def test_plain_tensors_and_gradients(doubled):
     x = torch.randn(3, requires_grad=True)
     assert torch.equal(call(x.detach()), 2 * x)
     call(x).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     with torch.no_grad():
         assert not call(x).requires_grad

@@ -74,6 +74,7 @@ class Operator:
         backward: ``(grad_output, **arguments) → {argument: gradient}`` in NumPy float64; None without a gradient.
         smooth: what ``backward`` is the derivative of where the reference rounds on its way (a straight-through
             gradient), with the same arguments; None for the reference itself.
+        scores: arguments that are exponentiated, so that a shift of 1, not a change by their size, changes the output.
         eager: the name in ``op.py`` of what a PyTorch user would write instead, the judge of accuracy and speed.
         tolerance: the relative error (Frobenius norm) allowed for a dtype where it is more than the harness's default.
     """
@@ -85,6 +86,7 @@ class Operator:
     registers: tuple[str, ...]
     backward: Callable[..., Mapping[str, Any]] | None = None
     smooth: Callable[..., Any] | None = None
+    scores: tuple[str, ...] = ()
     eager: str = ""
     tolerance: Mapping[str, float] = field(default_factory=dict)
 

@@ -149,9 +149,9 @@ def dequantize(tensor: GGUFTensor) -> torch.Tensor:
 def load_linears(model: torch.nn.Module, path: str | os.PathLike[str]) -> Any:
     """Put a GGUF file's 4-bit weights into a transformers model, bit for bit.
 
-    Each ``torch.nn.Linear`` whose weight is Q4_0 or Q4_1 in the file becomes a :class:`fusedops.nn.Int4Linear`; its bias
-    stays the same Parameter. One whose weight is of another kind is kept, and takes the dequantized values. The output
-    head and tied weights are left alone. Everything is checked before the model is changed.
+    Each ``torch.nn.Linear`` whose weight is Q4_0 or Q4_1 in the file becomes a :class:`fusedops.nn.Int4Linear`; its
+    bias stays the same Parameter. One whose weight is of another kind is kept, and takes the dequantized values. The
+    output head and tied weights are left alone. Everything is checked before the model is changed.
 
     Args:
         model: a Llama of transformers, changed in place, such as ``from_pretrained(folder, gguf_file=…)`` gives.
@@ -181,8 +181,8 @@ def load_linears(model: torch.nn.Module, path: str | os.PathLike[str]) -> Any:
         order = _row_order(file, tensor)
         device = linear.weight.device if linear.weight.device.type != "meta" else torch.device("cpu")
         if kind in INT4_KINDS:
-            packed = (part[order].to(device) for part in to_int4(tensor))
-            new[linear] = nn.Int4Linear.from_packed(*packed, linear.bias).train(linear.training)
+            qweight, scales, offsets = (part[order].to(device) for part in to_int4(tensor))
+            new[linear] = nn.Int4Linear.from_packed(qweight, scales, offsets, linear.bias).train(linear.training)
             report.items.append(Item(layer_path, f"Linear ({kind})", by="fusedops.nn.Int4Linear"))
         else:
             dense.append((linear, dequantize(tensor)[order].to(device, linear.weight.dtype)))
@@ -252,7 +252,7 @@ def _row_order(file: GGUFFile, tensor: GGUFTensor) -> torch.Tensor:
         return rows
     heads = int(file.value("{arch}.attention.head_count"))
     if part == "attn_k":
-        heads = int(file.metadata.get("llama.attention.head_count_kv", heads))
+        heads = int(file.metadata.get(f"{file.value('general.architecture')}.attention.head_count_kv", heads))
     if heads <= 0 or len(rows) % (2 * heads):
         raise ValueError(f"{file.path}: {tensor.name} {list(tensor.shape)} cannot be split into {heads} heads")
     return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -28,7 +28,7 @@ def _kernel(function: str, operands: dict[str, str], *variants: dict) -> Kernel:
         f"kernel:{function}",
         operands
         | {"q_ptr": "*i32", "scale_ptr": "*{dtype}", "offset_ptr": "*{dtype}"}
-        | dict.fromkeys(("M", "N", "K", "groups", "stride_row"), "i32"),
+        | {"M": "i32", "N": "i32", "K": "i32:16", "groups": "i32", "stride_row": "i32:16"},
         variants,
     )
 

@@ -106,7 +106,7 @@ def int4_gemm_reduce(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y [size] = the sum of partial [SPLITS, size] in the order of the splits, plus bias [N] along the last dimension."""
+    """y [size] = the sum of partial [SPLITS, size] in the order of the splits, plus bias [N] along the last dim."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):

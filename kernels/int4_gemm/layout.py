@@ -1,7 +1,7 @@
 """The packed layout of int4 weights, and how weights get into it.
 
-W [N, K] becomes ``qweight`` int32 [N, K/8] of unsigned 4-bit codes and, for each group of ``group_size`` neighbours along
-K, a scale and an offset [N, K/group_size]:
+W [N, K] becomes ``qweight`` int32 [N, K/8] of unsigned 4-bit codes and, for each group of ``group_size`` neighbours
+along K, a scale and an offset [N, K/group_size]:
 
     W[n, k] = scales[n, k // group_size] · q[n, k] + offsets[n, k // group_size]
 

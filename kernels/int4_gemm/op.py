@@ -28,7 +28,7 @@ def int4_gemm(
     W is dequantized in float32, rounded to the input's dtype, and the products are summed in float32. The gradient goes
     to ``input`` and ``bias`` alone. Under autocast the input is cast, as by ``F.linear``. On a CPU the weight is
     converted once and kept beside ``qweight``: for bfloat16 in the format of PyTorch's int4 kernel, for float32 and
-    float16 as a dense float32 weight, because PyTorch's kernel is 15 times slower than ``F.linear`` there.
+    float16 as a dense float32 weight, because PyTorch's kernel is 20 times slower than ``F.linear`` there.
 
     Args:
         input: [..., K], float32, bfloat16 or float16 (others, such as float64, run PyTorch's version). The products of

@@ -24,12 +24,13 @@ def layer_norm_backward(grad_output, input, weight=None, bias=None, eps=1e-5):
     """The gradients of ``input``, ``weight`` and ``bias``."""
     x_hat, r = normalized(input, eps)
     g = grad_output if weight is None else grad_output * weight
+    rows = tuple(range(input.ndim - 1))
     mean_g = np.mean(g, axis=-1, keepdims=True)
     gradients = {"input": r * (g - mean_g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))}
     if weight is not None:
-        gradients["weight"] = (grad_output * x_hat).reshape(-1, input.shape[-1]).sum(0)
+        gradients["weight"] = (grad_output * x_hat).sum(rows)
     if bias is not None:
-        gradients["bias"] = grad_output.reshape(-1, input.shape[-1]).sum(0)
+        gradients["bias"] = grad_output.sum(rows)
     return gradients
 
 

@@ -112,7 +112,7 @@ def _backward(grad_output, input, weight, rstd, weight_offset, needs_weight_grad
         dy, x_hat = grad_output.to(rstd.dtype), input.to(rstd.dtype) * rstd
         g = dy if weight is None else dy * (weight.to(rstd.dtype) + weight_offset)
         dx = (rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))).to(input.dtype).contiguous()
-        dw = (dy * x_hat).reshape(-1, input.shape[-1]).sum(0).to(weight.dtype) if needs_weight_grad else dx.new_empty(0)
+        dw = as_rows(dy * x_hat).sum(0).to(weight.dtype) if needs_weight_grad else dx.new_empty(0)
         return dx, dw
 
     from . import kernel

@@ -28,5 +28,5 @@ def rms_norm_backward(grad_output, input, weight=None, eps=1e-6, weight_offset=0
     g = grad_output if weight is None else grad_output * (weight_offset + weight)
     gradients = {"input": r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))}
     if weight is not None:
-        gradients["weight"] = (grad_output * x_hat).reshape(-1, input.shape[-1]).sum(0)
+        gradients["weight"] = (grad_output * x_hat).sum(tuple(range(input.ndim - 1)))
     return gradients

@@ -9,7 +9,7 @@ import triton.language as tl
 from fusedops.runtime.tile import load
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def softmax_forward(
     x_ptr,
     y_ptr,
@@ -51,7 +51,7 @@ def softmax_forward(
         tl.store(y_row + start + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def softmax_backward(
     dy_ptr,
     y_ptr,
