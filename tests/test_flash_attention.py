@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fusedops.catalog.flash_attention import ENTRY, op, reference
+from fusedops.catalog.flash_attention.op import flash_attention
 
 from fusedops import runtime
 from fusedops.catalog import check
-from fusedops.catalog.flash_attention import ENTRY, op, reference
-from fusedops.catalog.flash_attention.op import flash_attention
 
 INTERPRETED = runtime.interpreting() and not torch.cuda.is_available()
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bfloat16 wrongly
@@ -168,13 +168,16 @@ def test_what_the_kernel_does_not_cover_is_pytorchs(device):
     judge(q, k, v, softmax_scale=0.0)
 
 
-def test_float32_follows_the_matmul_precision(monkeypatch):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert op._input_precision(torch.float32, "sm_90") == "tf32"
-    assert op._input_precision(torch.float32, "gfx950") == "ieee", "it has no TF32"
-    assert op._input_precision(torch.bfloat16, "sm_90") == "ieee", "the narrow dtypes share one binary"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert op._input_precision(torch.float32, "sm_90") == "ieee"
+def test_float32_follows_the_matmul_precision():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, expected in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
+            torch.set_float32_matmul_precision(precision)
+            assert op._input_precision(torch.float32, "sm_90") == expected
+            assert op._input_precision(torch.float32, "gfx950") == "ieee", "it has no TF32"
+            assert op._input_precision(torch.bfloat16, "sm_90") == "ieee", "the narrow dtypes share one binary"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("kernel", ENTRY.kernels)

@@ -26,10 +26,10 @@ def load_tile(p_tile, row, rows, WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr):
     """The tile at the pointers ``p_tile`` [BLOCK, padded(WIDTH)], 0 past ``rows`` and past ``WIDTH``."""
     column = tl.arange(0, p_tile.shape[1])[None, :]
     if ALL_ROWS:
-        if WIDTH == p_tile.shape[1]:
+        if p_tile.shape[1] == WIDTH:
             return tl.load(p_tile)
         return tl.load(p_tile, column < WIDTH, other=0.0)
-    if WIDTH == p_tile.shape[1]:
+    if p_tile.shape[1] == WIDTH:
         return tl.load(p_tile, row[:, None] < rows, other=0.0)
     return tl.load(p_tile, (row[:, None] < rows) & (column < WIDTH), other=0.0)
 

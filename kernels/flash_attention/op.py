@@ -10,6 +10,7 @@ from fusedops import runtime
 from . import ENTRY
 
 ALIGNMENTS = ("top_left", "bottom_right")
+_matmul = torch.backends.cuda.matmul
 
 
 def flash_attention(
@@ -164,9 +165,8 @@ def _launch(name, rows, query, key, value, tensors, softmax_scale, heads, diagon
 def _input_precision(dtype: torch.dtype, arch: str) -> str:
     """For tl.dot; it means nothing to the narrow dtypes, which so share one binary. Only these GPUs have TF32."""
     has_tf32 = arch.startswith("sm_") or arch == "gfx942"
-    if dtype != torch.float32 or not has_tf32 or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"
+    # torch.get_float32_matmul_precision() raises for those who set this attribute; this follows either way of setting.
+    return "tf32" if dtype == torch.float32 and has_tf32 and _matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _forward(query, key, value, softmax_scale, causal, causal_alignment):
