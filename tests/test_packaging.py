@@ -16,7 +16,7 @@ import pytest
 from fusedops import catalog
 
 ROOT = Path(__file__).parents[1]
-FILES = ("__init__.py", "kernel.py", "op.py", "reference.py", "configs.json")
+FILES = [path for path in (ROOT / "kernels").glob("*/*") if path.suffix in (".py", ".json")]
 # As where neither is installed: find_spec gives None, import raises ModuleNotFoundError.
 WITHOUT_OPTIONAL = "import sys; sys.modules.update(triton=None, transformers=None)\n"
 
@@ -65,8 +65,7 @@ def test_packages_are_the_folders_on_disk():
 
 def test_wheel_holds_every_entry_and_nothing_named_kernels(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    for entry in catalog.names():
-        assert {f"fusedops/catalog/{entry}/{file}" for file in FILES} <= set(names)
+    assert {f"fusedops/catalog/{file.parent.name}/{file.name}" for file in FILES} <= set(names)
     assert "fusedops/py.typed" in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fusedops"}
     assert not [name for name in names if "kernels" in Path(name).parts]
@@ -80,8 +79,7 @@ def test_sdist_holds_what_the_wheel_is_built_from(source):
     archive = source / "dist" / done.stdout.split()[-1]
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    for entry in catalog.names():
-        assert {f"kernels/{entry}/{file}" for file in FILES} <= names
+    assert {file.relative_to(ROOT).as_posix() for file in FILES} <= names
     assert {"pyproject.toml", "README.md", "LICENSE", "fusedops/py.typed"} <= names
 
 
@@ -95,13 +93,15 @@ def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (site / "this_environment.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     code = """
-import importlib, importlib.util, fusedops
+import importlib.util, fusedops
 from fusedops import catalog
 for entry in catalog.entries():
     assert str(entry.folder).startswith({site!r}), entry.folder
-    importlib.import_module(f"fusedops.catalog.{{entry.name}}.op")
+    for operator in entry.operators:
+        entry.load("op", operator.name)
     if importlib.util.find_spec("triton"):
-        importlib.import_module(f"fusedops.catalog.{{entry.name}}.kernel")
+        for kernel in entry.kernels.values():
+            entry.load(*kernel.function.split(":"))
     assert entry.configs.rows
 kernels = importlib.util.find_spec("kernels")
 assert {site!r} not in str(kernels), kernels

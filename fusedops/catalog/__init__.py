@@ -99,7 +99,8 @@ class Kernel:
         function: ``"module:function"`` within the entry's folder.
         signature: argument → Triton type (``"i32"``, ``"fp32"``, ``"*fp32"``); ``"*{dtype}"`` is the row's dtype,
             ``"i32:16"`` an integer that 16 divides.
-        variants: the compile-time values that are not in the config table, one mapping a variant.
+        variants: the compile-time values that are not in the config table, one mapping a variant; ``"{width}"`` is
+            the width in the row's bucket.
     """
 
     function: str

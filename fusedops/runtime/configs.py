@@ -89,7 +89,11 @@ class ConfigTable:
             config, seen = self._trial[kernel]
             seen.update(bucket)
             return dict(config)
-        return dict(self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items()))))
+        return dict(self.row(kernel, device, dtype, **bucket).config)
+
+    def row(self, kernel: str, device: DeviceFacts, dtype: str, **bucket: int) -> Row:
+        """The row whose config :meth:`lookup` gives."""
+        return self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items())))
 
     @contextlib.contextmanager
     def trial(self, kernel: str, config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
@@ -104,9 +108,7 @@ class ConfigTable:
         finally:
             del self._trial[kernel]
 
-    def _lookup(
-        self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]
-    ) -> Mapping[str, Any]:
+    def _lookup(self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]) -> Row:
         fitting = [
             row
             for row in self.rows
@@ -115,8 +117,7 @@ class ConfigTable:
         for arch in self._arch_chain(device.arch):
             if rows := [row for row in fitting if row.arch == arch]:
                 # A row of this dtype goes before one for every dtype at the same distance; then the file's order.
-                best = min(rows, key=lambda row: (row.distance(dict(bucket)), row.dtype is None))
-                return best.config
+                return min(rows, key=lambda row: (row.distance(dict(bucket)), row.dtype is None))
         raise LookupError(f"{self.path} has no row for kernel {kernel!r}, dtype {dtype!r} that fits {device}")
 
     def _arch_chain(self, arch: str) -> list[str]:

@@ -1,7 +1,8 @@
 """LayerNorm tile programs, as rms_norm's: a row that fits one tile stays in registers, a wider one is walked.
 
 The variance is taken of the centred row, in a pass of its own: mean(x²) − mean(x)² cancels where the mean is large.
-What rounding left of the mean (the mean of the centred row) is taken off once more, in both directions.
+What rounding left of the mean (the mean of the centred row) is taken off once more, and both parts
+go to the backward kernel as one float64.
 """
 
 import triton
@@ -28,7 +29,7 @@ def layer_norm_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """x [rows, width] with any row stride → y [rows, width] contiguous, mean and rstd [rows] float32."""
+    """x [rows, width] with any row stride → y [rows, width] contiguous, mean [rows] float64, rstd [rows] float32."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_mask = row[:, None] < rows
     x_row = x_ptr + row[:, None] * stride_x
@@ -67,7 +68,7 @@ def layer_norm_forward(
             centred = tl.where(mask, x - mean[:, None] - rest[:, None], 0.0)
             squares += centred * centred
     rstd = reciprocal_root(tl.sum(squares, axis=1), scale, width, eps)
-    tl.store(mean_ptr + row, (mean + rest) / scale, row < rows)
+    tl.store(mean_ptr + row, (mean.to(tl.float64) + rest.to(tl.float64)) / scale.to(tl.float64), row < rows)
     tl.store(rstd_ptr + row, rstd, row < rows)
     rstd /= scale
 
@@ -127,14 +128,14 @@ def layer_norm_backward(
         x_row = x_ptr + row * stride_x
         dy_row = dy_ptr + row * stride_dy
         dx_row = dx_ptr + row * width
-        mean = load(mean_ptr + row, row < rows)
+        exact = tl.load(mean_ptr + row, row < rows, other=0.0)
+        mean = exact.to(tl.float32)
+        rest = (exact - mean.to(tl.float64)).to(tl.float32)
         rstd = load(rstd_ptr + row, row < rows)
 
         if ONE_TILE:
             mask = (row < rows) & (column < width)
-            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rstd, 0.0, HAS_WEIGHT)
-            rest = tl.sum(x_hat, axis=1, keep_dims=True) / width
-            x_hat = tl.where(mask, x_hat - rest, 0.0)
+            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rest, rstd, HAS_WEIGHT)
             mean_g = tl.sum(g, axis=1, keep_dims=True) / width
             mean_gx = tl.sum(g * x_hat, axis=1, keep_dims=True) / width
             tl.store(dx_row + column, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
@@ -143,22 +144,19 @@ def layer_norm_backward(
             if BIAS_GRAD:
                 db += tl.sum(dy, axis=0, keep_dims=True)
         else:
-            deviations = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for start in range(0, width, BLOCK_N):
                 mask = (row < rows) & (start + column < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rstd, 0.0, HAS_WEIGHT)
-                deviations += x_hat
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rest, rstd, HAS_WEIGHT)
                 sums += g
                 products += g * x_hat
             mean_g = tl.sum(sums, axis=1, keep_dims=True) / width
-            rest = tl.sum(deviations, axis=1, keep_dims=True) / width
-            mean_gx = tl.sum(products, axis=1, keep_dims=True) / width - rest * mean_g
+            mean_gx = tl.sum(products, axis=1, keep_dims=True) / width
             for start in range(0, width, BLOCK_N):
                 offset = start + column
                 mask = (row < rows) & (offset < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, rest, HAS_WEIGHT)
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rest, rstd, HAS_WEIGHT)
                 tl.store(dx_row + offset, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
                 earlier = (offset < width) & (block != program)
                 if WEIGHT_GRAD:
@@ -175,9 +173,9 @@ def layer_norm_backward(
 
 
 @triton.jit
-def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, rest, HAS_WEIGHT: tl.constexpr):
-    """x̂ (less ``rest``, what rounding left of the mean), dy and g = dy·w, in float32 and 0 outside the mask."""
-    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean) * rstd - rest, 0.0)
+def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rest, rstd, HAS_WEIGHT: tl.constexpr):
+    """x̂, dy and g = dy·w, in float32 and 0 outside the mask."""
+    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean - rest) * rstd, 0.0)
     dy = load(dy_row + offset, mask)
     g = dy
     if HAS_WEIGHT:
