@@ -67,7 +67,7 @@ def softmax_backward(
 ):
     """dy, y [rows, width] with any row stride → dx [rows, width] contiguous.
 
-    y was rounded and need not sum to 1: Σ y·dy is divided by Σ y, or the gradient of a saturated row would be all rounding.
+    y was rounded and need not sum to 1: Σ y·dy is divided by Σ y, or a saturated row's gradient would be all rounding.
     """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64))[:, None]
     dy_row = dy_ptr + row * stride_dy
