@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fusedops.catalog.flash_attention import ENTRY, op, reference
-from fusedops.catalog.flash_attention.op import flash_attention
 
 from fusedops import runtime
 from fusedops.catalog import check
+from fusedops.catalog.flash_attention import ENTRY, op, reference
+from fusedops.catalog.flash_attention.op import flash_attention
 
 INTERPRETED = runtime.interpreting() and not torch.cuda.is_available()
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bfloat16 wrongly

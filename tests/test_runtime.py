@@ -122,6 +122,12 @@ def test_lookup_prefers_a_row_of_the_dtype(tmp_path):
     assert rows.lookup("k", ANY_GPU, "float32") == {"B": 1}
 
 
+def test_sixteen_bit_dtypes_stand_in_for_each_other(tmp_path):
+    rows = table(tmp_path, {"config": {"B": 1}}, {"config": {"B": 2}, "dtype": "bfloat16"})
+    assert rows.lookup("k", ANY_GPU, "float16") == {"B": 2}
+    assert rows.lookup("k", ANY_GPU, "float32") == {"B": 1}
+
+
 def test_lookup_without_a_row_says_what_is_missing(tmp_path):
     with pytest.raises(LookupError, match="no row for kernel 'other'"):
         table(tmp_path, {"config": {}}).lookup("other", ANY_GPU, "float32")

@@ -45,7 +45,10 @@ def jobs(entry: Entry, dtypes: tuple[str, ...] = ()) -> Iterator[Job]:
         device = DeviceFacts(arch, arch, 0, target.shared_memory)
         for row in entry.configs.rows:
             for dtype in dtypes or entry.dtypes:
-                if row.dtype in (None, dtype) and entry.configs.row(row.kernel, device, dtype, **row.bucket) is row:
+                if (
+                    row.dtype_rank(dtype) is not None
+                    and entry.configs.row(row.kernel, device, dtype, **row.bucket) is row
+                ):
                     for variant in entry.kernels[row.kernel].variants:
                         yield Job(entry, row, variant, dtype, arch)
 
