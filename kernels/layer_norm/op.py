@@ -85,7 +85,7 @@ def _forward_pytorch(input, weight, bias, eps):
     mean, rstd = mean.squeeze(-1).double(), rstd.squeeze(-1)
     if x.device.type == "cpu":
         # Squares within float32's range, and a spread that float32 tells from the mean; NaN is neither.
-        fits = (rstd > 1e-15) & (rstd < 1e15) & (mean.abs() * rstd < 30)
+        fits = (rstd > 1e-15) & (rstd < 1e15) & (mean.abs() * rstd < 4)
         if not bool(fits.all()):
             rows = x[~fits].double()
             mean[~fits] = rows.mean(-1)
