@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "What is the capital of France?"
-TIMED_RUNS, TIMED_TOKENS = 3, 16
+TIMED_RUNS, TIMED_TOKENS = 3, 8
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ def test_the_example_runs(device, monkeypatch, capsys):
     loaded = []
     monkeypatch.setattr(gguf, "load_linears", lambda *arguments: loaded.append(arguments))
     model = torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 512), torch.nn.Softmax(-1)).to(device)
-    names = {
+    names: dict[str, Any] = {
         "x": torch.randn(2, 4096, device=device),
         "weight": torch.randn(4096, device=device),
         "q": torch.randn(1, 4, 8, 64, device=device),
