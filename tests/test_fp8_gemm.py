@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from fusedops.catalog.fp8_gemm import reference
-from fusedops.catalog.fp8_gemm.op import E4M3, fp8_gemm, quantize_fp8
 
 from fusedops import runtime
 from fusedops.catalog import check
+from fusedops.catalog.fp8_gemm import reference
+from fusedops.catalog.fp8_gemm.op import E4M3, fp8_gemm, quantize_fp8
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

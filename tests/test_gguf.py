@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fusedops.catalog.int4_gemm import layout
 
+from fusedops.catalog.int4_gemm import layout
 from fusedops.formats import gguf as ours
 
 gguf = pytest.importorskip("gguf")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fusedops.catalog.int4_gemm import layout, op, reference
-from fusedops.catalog.int4_gemm.op import int4_gemm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedops import catalog, runtime
 from fusedops.catalog import check
+from fusedops.catalog.int4_gemm import layout, op, reference
+from fusedops.catalog.int4_gemm.op import int4_gemm
 
 ENTRY = catalog.get("int4_gemm")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

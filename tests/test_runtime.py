@@ -37,6 +37,7 @@ def test_plain_tensors_and_gradients(doubled):
     x = torch.randn(3, requires_grad=True)
     assert torch.equal(call(x.detach()), 2 * x)
     call(x).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     with torch.no_grad():
         assert not call(x).requires_grad
@@ -117,6 +118,12 @@ def test_lookup_passes_over_what_the_device_has_no_shared_memory_for(tmp_path):
 
 def test_lookup_prefers_a_row_of_the_dtype(tmp_path):
     rows = table(tmp_path, {"config": {"B": 1}}, {"config": {"B": 2}, "dtype": "float16"})
+    assert rows.lookup("k", ANY_GPU, "float16") == {"B": 2}
+    assert rows.lookup("k", ANY_GPU, "float32") == {"B": 1}
+
+
+def test_sixteen_bit_dtypes_stand_in_for_each_other(tmp_path):
+    rows = table(tmp_path, {"config": {"B": 1}}, {"config": {"B": 2}, "dtype": "bfloat16"})
     assert rows.lookup("k", ANY_GPU, "float16") == {"B": 2}
     assert rows.lookup("k", ANY_GPU, "float32") == {"B": 1}
 

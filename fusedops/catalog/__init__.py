@@ -74,6 +74,7 @@ class Operator:
         backward: ``(grad_output, **arguments) → {argument: gradient}`` in NumPy float64; None without a gradient.
         smooth: what ``backward`` is the derivative of where the reference rounds on its way (a straight-through
             gradient), with the same arguments; None for the reference itself.
+        scores: arguments that are exponentiated, so that a shift of 1, not a change by their size, changes the output.
         eager: the name in ``op.py`` of what a PyTorch user would write instead, the judge of accuracy and speed.
         tolerance: the relative error (Frobenius norm) allowed for a dtype where it is more than the harness's default.
     """
@@ -85,6 +86,7 @@ class Operator:
     registers: tuple[str, ...]
     backward: Callable[..., Mapping[str, Any]] | None = None
     smooth: Callable[..., Any] | None = None
+    scores: tuple[str, ...] = ()
     eager: str = ""
     tolerance: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,7 +99,8 @@ class Kernel:
         function: ``"module:function"`` within the entry's folder.
         signature: argument → Triton type (``"i32"``, ``"fp32"``, ``"*fp32"``); ``"*{dtype}"`` is the row's dtype,
             ``"i32:16"`` an integer that 16 divides.
-        variants: the compile-time values that are not in the config table, one mapping a variant.
+        variants: the compile-time values that are not in the config table, one mapping a variant; ``"{width}"`` is
+            the width in the row's bucket.
     """
 
     function: str

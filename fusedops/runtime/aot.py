@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .configs import Row
-from .device import TARGETS
+from .device import TARGETS, DeviceFacts
 
 if TYPE_CHECKING:
     from fusedops.catalog import Entry
@@ -26,18 +26,31 @@ class Job:
     dtype: str
     arch: str
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The variant, with the number of the row's bucket for a value such as ``"{head_dim}"``."""
+        return {
+            key: self.row.bucket[value[1:-1]] if isinstance(value, str) and value[0] == "{" else value
+            for key, value in self.variant.items()
+        }
+
     def __str__(self) -> str:
-        config = ",".join(f"{k}={v}" for k, v in {**self.row.bucket, **self.row.config, **self.variant}.items())
+        config = ",".join(f"{k}={v}" for k, v in {**self.row.bucket, **self.row.config, **self.constants}.items())
         return f"{self.row.kernel}[{self.arch},{self.dtype},{config}]"
 
 
 def jobs(entry: Entry, dtypes: tuple[str, ...] = ()) -> Iterator[Job]:
-    """Every kernel × every row × every variant × each dtype × each target the row is for (``"any"``: all of them)."""
-    for row in entry.configs.rows:
-        for arch in TARGETS if row.arch == "any" else (row.arch,):
-            for dtype in (row.dtype,) if row.dtype else dtypes or entry.dtypes:
-                for variant in entry.kernels[row.kernel].variants:
-                    yield Job(entry, row, variant, dtype, arch)
+    """Each target's rows, those that a lookup on that target finds: every such row × every variant × each dtype."""
+    for arch, target in TARGETS.items():
+        device = DeviceFacts(arch, arch, 0, target.shared_memory)
+        for row in entry.configs.rows:
+            for dtype in dtypes or entry.dtypes:
+                if (
+                    row.dtype_rank(dtype) is not None
+                    and entry.configs.row(row.kernel, device, dtype, **row.bucket) is row
+                ):
+                    for variant in entry.kernels[row.kernel].variants:
+                        yield Job(entry, row, variant, dtype, arch)
 
 
 def compile_job(job: Job) -> Any:
@@ -54,9 +67,7 @@ def compile_job(job: Job) -> Any:
     target = TARGETS[job.arch]
     function = job.entry.load(*kernel.function.split(":"))
     options = {key: value for key, value in job.row.config.items() if key in _OPTIONS}
-    constants = {key: value for key, value in job.row.config.items() if key not in _OPTIONS} | dict(job.variant)
-    # A bucket of a compile-time argument, such as a head dim, is the value to compile for.
-    constants |= {key: value for key, value in job.row.bucket.items() if key in function.arg_names}
+    constants = {key: value for key, value in job.row.config.items() if key not in _OPTIONS} | job.constants
     signature = {
         name: kind.format(dtype=_TRITON_DTYPES.get(job.dtype, job.dtype)) for name, kind in kernel.signature.items()
     }

@@ -26,7 +26,7 @@ class Row:
         arch: ``"sm_90"``, ``"gfx942"``, …, or ``"any"``.
         config: block sizes and other compile-time values, with ``num_warps`` and ``num_stages``.
         bucket: the problem size this row was made for, such as ``{"width": 4096}``; empty fits all.
-        dtype: ``"bfloat16"``, …; None fits all.
+        dtype: ``"bfloat16"``, …; None fits all. bfloat16 and float16, alike in cost, stand in for each other.
         shared: bytes of shared memory that the compiled kernel may need at most.
         measured: GPU, driver, torch and triton versions and the figure; None if the row was never timed.
     """
@@ -38,6 +38,12 @@ class Row:
     dtype: str | None
     shared: int
     measured: Mapping[str, Any] | None
+
+    def dtype_rank(self, dtype: str) -> int | None:
+        """0 for a row made for the dtype, more for one that fits too, None for one that does not."""
+        if self.dtype in (dtype, None):
+            return 0 if self.dtype else 2
+        return 1 if {self.dtype, dtype} == {"bfloat16", "float16"} else None
 
     def distance(self, bucket: Mapping[str, int]) -> float:
         """How far the row's bucket is from a problem, in doublings summed over the bucket's keys."""
@@ -89,7 +95,11 @@ class ConfigTable:
             config, seen = self._trial[kernel]
             seen.update(bucket)
             return dict(config)
-        return dict(self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items()))))
+        return dict(self.row(kernel, device, dtype, **bucket).config)
+
+    def row(self, kernel: str, device: DeviceFacts, dtype: str, **bucket: int) -> Row:
+        """The row whose config :meth:`lookup` gives."""
+        return self._lookup_cached(kernel, device, dtype, tuple(sorted(bucket.items())))
 
     @contextlib.contextmanager
     def trial(self, kernel: str, config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
@@ -104,19 +114,16 @@ class ConfigTable:
         finally:
             del self._trial[kernel]
 
-    def _lookup(
-        self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]
-    ) -> Mapping[str, Any]:
+    def _lookup(self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]) -> Row:
         fitting = [
             row
             for row in self.rows
-            if row.kernel == kernel and row.dtype in (None, dtype) and row.shared <= device.shared_memory
+            if row.kernel == kernel and row.dtype_rank(dtype) is not None and row.shared <= device.shared_memory
         ]
         for arch in self._arch_chain(device.arch):
             if rows := [row for row in fitting if row.arch == arch]:
-                # A row of this dtype goes before one for every dtype at the same distance; then the file's order.
-                best = min(rows, key=lambda row: (row.distance(dict(bucket)), row.dtype is None))
-                return best.config
+                # At the same distance the row made for the dtype goes first; then the file's order.
+                return min(rows, key=lambda row: (row.distance(dict(bucket)), row.dtype_rank(dtype)))
         raise LookupError(f"{self.path} has no row for kernel {kernel!r}, dtype {dtype!r} that fits {device}")
 
     def _arch_chain(self, arch: str) -> list[str]:

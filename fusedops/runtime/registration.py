@@ -39,7 +39,8 @@ def register(
         implementation: called with real tensors of any device.
         fake: returns empty tensors with the shapes, strides and dtypes that ``implementation`` returns.
         setup_context: ``(ctx, inputs, output)``, as of ``torch.library.register_autograd``.
-        backward: ``(ctx, *grads)``; None for an operator without a gradient.
+        backward: ``(ctx, *grads)``; None for an operator without a gradient, which raises when one is asked for
+            (a second derivative, for a backward operator): PyTorch would only warn, and give a wrong one.
     """
     name = schema.partition("(")[0]
     qualname = f"fusedops::{name}"
@@ -55,8 +56,11 @@ def register(
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
     torch.library.register_fake(qualname, fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(qualname, backward, setup_context=setup_context, lib=_library)
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(f"{qualname} has no derivative; use PyTorch's own function here")
+
+    torch.library.register_autograd(qualname, backward or refuse, setup_context=setup_context, lib=_library)
     overload = getattr(torch.ops.fusedops, name).default
 
     def call(*args: Any) -> Any:

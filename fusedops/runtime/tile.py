@@ -21,8 +21,10 @@ def reciprocal_root(sum_of_squares, scale, width, eps):
     # Scaled rows: hypot(root, sqrt(eps)), which neither overflows nor vanishes where its parts squared would.
     root = tl.sqrt(mean) / scale
     root_eps = tl.sqrt(eps)
-    high = tl.maximum(root, root_eps)
-    ratio = tl.where(high > 0, tl.minimum(root, root_eps) / high, 0.0)
+    # Not tl.maximum, which on a GPU gives the other operand where one is NaN.
+    high = tl.where(root < root_eps, root_eps, root)
+    low = tl.where(root < root_eps, root, root_eps)
+    ratio = tl.where(high > 0, low / high, 0.0)
     return tl.where(scale == 1.0, tl.rsqrt(mean + eps), 1.0 / (high * tl.sqrt(1.0 + ratio * ratio)))
 
 

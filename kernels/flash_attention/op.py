@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +9,8 @@ from fusedops import runtime
 
 from . import ENTRY
 
-MAX_HEAD_DIM = 256
+ALIGNMENTS = ("top_left", "bottom_right")
+_matmul = torch.backends.cuda.matmul
 
 
 def flash_attention(
@@ -22,255 +21,273 @@ def flash_attention(
     causal: bool = False,
     causal_alignment: str = "top_left",
 ) -> torch.Tensor:
-    """softmax(softmax_scale · query · keyᵀ) · value without the score matrix in memory (Dao 2023, FlashAttention-2).
+    """Attention, softmax(softmax_scale · query · keyᵀ) · value, in tiles (FlashAttention-2, Dao 2023).
+
+    Three queries and five keys under ``causal``, where 1 is seen::
+
+        top_left, as F.scaled_dot_product_attention    bottom_right, as flash-attn
+        1 0 0 0 0                                      1 1 1 0 0
+        1 1 0 0 0                                      1 1 1 1 0
+        1 1 1 0 0                                      1 1 1 1 1
+
+    Under autocast the inputs are cast to its dtype. Products of float32 inputs follow
+    ``torch.get_float32_matmul_precision()``: in full at "highest", in TF32 otherwise where the GPU has it.
 
     Args:
-        query: [batch, heads_q, seq_q, head_dim], float32, bfloat16 or float16. float32 products follow
-            ``torch.get_float32_matmul_precision()``.
-        key: [batch, heads_kv, seq_kv, head_dim]; heads_q is a multiple of heads_kv, and query head h uses the kv head
-            h // (heads_q / heads_kv).
+        query: [batch, heads_q, seq_q, head_dim], float32, bfloat16 or float16 (float64 runs PyTorch's version).
+        key: [batch, heads_kv, seq_kv, head_dim]; query head h uses key head h // (heads_q / heads_kv).
         value: [batch, heads_kv, seq_kv, head_dim_v].
-        softmax_scale: multiplies the scores; 1 / sqrt(head_dim) without it.
-        causal: query i sees the keys j ≤ i (``"top_left"``) or j ≤ i + seq_kv − seq_q (``"bottom_right"``). A query
-            that sees no key gets 0.
-        causal_alignment: ``"top_left"``, as PyTorch's SDPA, or ``"bottom_right"``, as the flash-attn package.
+        softmax_scale: multiplies the scores; None for 1 / sqrt(head_dim).
+        causal: query i sees only the keys up to i (``top_left``) or up to i + seq_kv − seq_q (``bottom_right``).
+        causal_alignment: ``"top_left"`` or ``"bottom_right"``.
 
     Returns:
-        [batch, heads_q, seq_q, head_dim_v], contiguous, in the dtype of the inputs.
+        [batch, heads_q, seq_q, head_dim_v], contiguous; 0 for a query that sees no key.
 
     Raises:
-        TypeError: the dtypes are not one floating-point dtype.
-        ValueError: shapes or devices do not fit each other, or ``causal_alignment`` is unknown.
+        TypeError: the dtypes are not floating point, or not the same.
+        ValueError: shapes or devices do not fit together, or the alignment is unknown.
     """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     _check(query, key, value, causal_alignment)
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    shift = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return _forward_op(query, key, value, scale, causal, shift, differentiated)[0]
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    return _forward_op(query, key, value, softmax_scale, causal, causal_alignment)[0]
 
 
 def flash_attention_eager(query, key, value, softmax_scale=None, causal=False, causal_alignment="top_left"):
-    """PyTorch's own function; the bottom-right alignment needs a mask there."""
+    """What a model does without fusedops: PyTorch's function, with a mask where it has no name for the alignment."""
     mask = None
     if causal and causal_alignment == "bottom_right":
-        shape = query.shape[2], key.shape[2]
-        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - query.shape[2])
+        seq_q, seq_kv = query.shape[2], key.shape[2]
+        mask = torch.ones(seq_q, seq_kv, dtype=torch.bool, device=query.device).tril(seq_kv - seq_q)
     return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=causal and mask is None, scale=softmax_scale, enable_gqa=True
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=softmax_scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
-def _check(query, key, value, causal_alignment):
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}")
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal_alignment: str) -> None:
+    if not query.is_floating_point():
+        raise TypeError(f"flash_attention: query must have a floating-point dtype, got {query.dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, seq, head_dim], got {list(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.dtype != query.dtype:
-            raise TypeError(
-                f"query, key and value must have one floating-point dtype, got {name} {tensor.dtype} beside query "
-                f"{query.dtype}"
-            )
+            raise ValueError(f"flash_attention: {name} must be [batch, heads, seq, head_dim], got {list(tensor.shape)}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"flash_attention: {name} has dtype {tensor.dtype}, query {query.dtype}; cast to one dtype")
         if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}; put all on one device")
+            raise ValueError(
+                f"flash_attention: {name} is on {tensor.device}, query on {query.device}; put all on one device"
+            )
         if tensor.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {tensor.shape[0]}")
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key must have query's head_dim {query.shape[-1]}, got {key.shape[-1]}")
-    if key.shape[1:3] != value.shape[1:3]:
+            raise ValueError(f"flash_attention: {name} has batch {tensor.shape[0]}, query {query.shape[0]}")
+    if key.shape[3] != query.shape[3] or key.shape[3] == 0:
         raise ValueError(
-            f"key and value must have the same heads and length, got {list(key.shape[1:3])} and "
-            f"{list(value.shape[1:3])}"
+            f"flash_attention: query and key must have the same head_dim, at least 1, got {query.shape[3]} and "
+            f"{key.shape[3]}"
+        )
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"flash_attention: value must have key's heads and length {list(key.shape[1:3])}, "
+            f"got {list(value.shape[1:3])}"
         )
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(
-            f"query's number of heads must be a multiple of key's, got {query.shape[1]} query heads and "
-            f"{key.shape[1]} kv heads"
+            f"flash_attention: query's heads must be a multiple of key's, got {query.shape[1]} and {key.shape[1]}"
         )
+    if causal_alignment not in ALIGNMENTS:
+        raise ValueError(f"flash_attention: causal_alignment must be one of {ALIGNMENTS}, got {causal_alignment!r}")
 
 
-def _unsupported(query, value):
+def _unsupported(query: torch.Tensor, value: torch.Tensor, softmax_scale: float) -> str | None:
     name = str(query.dtype).removeprefix("torch.")
     if name not in ENTRY.dtypes:
         return f"query has dtype {name}, the kernel takes {', '.join(ENTRY.dtypes)}"
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM or min(query.shape[-1], value.shape[-1]) == 0:
-        return f"head_dim is {query.shape[-1]}, head_dim_v {value.shape[-1]}; the kernel takes 1 to {MAX_HEAD_DIM}"
-    return None
+    if max(query.shape[3], value.shape[3]) > 256:
+        return f"head dims {query.shape[3]} and {value.shape[3]}, the kernel takes up to 256"
+    # The kernel takes the largest score before it scales.
+    return None if softmax_scale > 0 else f"softmax_scale is {softmax_scale}, the kernel takes positive ones"
 
 
-def _launch_values(query: torch.Tensor, value: torch.Tensor, kernel: str) -> dict:
-    """The compile-time values of a launch: the config for the head dims, and the precision of float32 products."""
-    head_dims = {"HEAD_DIM": query.shape[-1], "HEAD_DIM_V": value.shape[-1]}
-    bucket = {name: max(16, 1 << (size - 1).bit_length()) for name, size in head_dims.items()}
+def _diagonal(query: torch.Tensor, key: torch.Tensor, causal: bool, causal_alignment: str) -> int:
+    """The last key that query 0 sees; query i sees i keys more."""
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    if not causal:
+        return seq_kv
+    return seq_kv - seq_q if causal_alignment == "bottom_right" else 0
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _launch(name, rows, query, key, value, tensors, softmax_scale, heads, diagonal, grad_output=None):
+    """Launch the kernel ``name`` on blocks of the sequence length of ``rows`` = (config key, batch · heads, length)."""
+    from . import kernel
+
+    head_dim, head_dim_v = query.shape[3], value.shape[3]
+    facts = runtime.facts(query.device)
     dtype = str(query.dtype).removeprefix("torch.")
-    config = ENTRY.configs.lookup(kernel, runtime.facts(query.device), dtype, **bucket)
-    full = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return head_dims | config | {"PRECISION": "ieee" if full else "tf32"}
-
-
-def _unit_last_stride(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous() for tensor in tensors]
-
-
-def _forward(query, key, value, scale, causal, shift, with_lse):
-    batch, heads_q, seq_q, _ = query.shape
-    _, heads_kv, seq_kv, head_dim_v = value.shape
-    if not runtime.use_kernel("flash_attention", query.device, _unsupported(query, value)):
-        return _forward_pytorch(query, key, value, scale, causal, shift, with_lse)
-
-    from . import forward
-
-    query, key, value = _unit_last_stride(query, key, value)
-    out = query.new_empty(batch, heads_q, seq_q, head_dim_v)
-    lse = query.new_empty((batch, heads_q, seq_q) if with_lse else 0, dtype=torch.float32)
-    values = _launch_values(query, value, "attention_forward")
+    widest = kernel.padded(max(head_dim, head_dim_v))
+    config = ENTRY.configs.lookup(name, facts, dtype, head_dim=widest)
+    block, programs, length = rows
+    strided = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     runtime.launch(
-        forward.attention_forward,
-        (-(-seq_q // values["BLOCK_M"]) * batch * heads_q,),
+        getattr(kernel, name),
+        (-(-length // config[block]) * programs,),
         query.device,
         query,
         key,
         value,
-        out,
-        lse,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        batch,
-        heads_q,
-        heads_kv,
-        seq_q,
-        seq_kv,
-        scale * math.log2(math.e),
-        shift,
-        CAUSAL=causal,
-        WITH_LSE=with_lse,
-        **values,
+        *tensors,
+        softmax_scale,
+        heads,
+        query.shape[1] // key.shape[1],
+        query.shape[2],
+        key.shape[2],
+        diagonal,
+        *(stride for tensor in strided for stride in tensor.stride()[:3]),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        INPUT_PRECISION=_input_precision(query.dtype, facts.arch),
+        **config,
     )
+
+
+def _input_precision(dtype: torch.dtype, arch: str) -> str:
+    """For tl.dot; it means nothing to the narrow dtypes, which so share one binary. Only these GPUs have TF32."""
+    has_tf32 = arch.startswith("sm_") or arch == "gfx942"
+    # torch.get_float32_matmul_precision() raises for those who set this attribute; this follows either way of setting.
+    return "tf32" if dtype == torch.float32 and has_tf32 and _matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _forward(query, key, value, softmax_scale, causal, causal_alignment):
+    diagonal = _diagonal(query, key, causal, causal_alignment)
+    if not runtime.use_kernel("flash_attention", query.device, _unsupported(query, value, softmax_scale)):
+        return _forward_pytorch(query, key, value, softmax_scale, diagonal)
+    out, lse = _forward_fake(query, key, value, softmax_scale, causal, causal_alignment)
+    batch, heads, seq_q, _ = query.shape
+    q, k, v = (_unit_stride(tensor) for tensor in (query, key, value))
+    rows = ("BLOCK_M", batch * heads, seq_q)
+    _launch("flash_attention_forward", rows, q, k, v, (out, lse), softmax_scale, heads, diagonal)
     return out, lse
 
 
-def _scores(query, key, scale, causal, shift):
-    """[batch, heads_kv, group, seq_q, seq_kv] in float32 or wider, masked."""
-    compute = torch.promote_types(query.dtype, torch.float32)
-    query = query.to(compute).unflatten(1, (key.shape[1], -1))
-    scores = scale * query @ key.to(compute).unsqueeze(2).mT
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril(shift)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return scores
-
-
-def _forward_pytorch(query, key, value, scale, causal, shift, with_lse):
-    batch, heads_q, seq_q, _ = query.shape
-    out = query.new_zeros(batch, heads_q, seq_q, value.shape[-1])
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    blind = min(max(-shift, 0), seq_q) if causal else 0  # queries before the first that sees a key
-    if key.shape[2] and blind < seq_q:
-        mask = None
-        if causal and shift > 0:
-            mask = torch.ones(seq_q, key.shape[2], dtype=torch.bool, device=query.device).tril(shift)
-        attended = F.scaled_dot_product_attention(
-            query[:, :, blind:],
-            key,
-            value,
-            mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-            enable_gqa=heads_q != key.shape[1],
+def _forward_pytorch(query, key, value, softmax_scale, diagonal):
+    sees_all = diagonal >= key.shape[2] - 1
+    if (
+        query.device.type == "cpu"
+        and (sees_all or diagonal == 0)
+        and query.shape[3] == value.shape[3]
+        and query.numel()
+        and key.numel()
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    ):
+        # What F.scaled_dot_product_attention runs here; this one also returns lse.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, not sees_all, scale=softmax_scale
         )
-        out[:, :, blind:] = attended
-    if not with_lse:
-        return out, query.new_empty(0, dtype=lse_dtype)
-    lse = torch.logsumexp(_scores(query, key, scale, causal, shift), -1).flatten(1, 2)
-    return out, lse.to(lse_dtype).contiguous()
+        return out.contiguous(), lse.contiguous()
+    scores = _scores(query, key, softmax_scale, diagonal)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = _probabilities(scores, lse) @ value.to(scores.dtype)
+    return out.to(query.dtype).reshape(*query.shape[:3], value.shape[3]), lse.reshape(query.shape[:3])
 
 
-def _backward(grad_output, query, key, value, out, lse, scale, causal, shift):
-    batch, heads_q, seq_q, _ = query.shape
-    _, heads_kv, seq_kv, _ = value.shape
-    if not runtime.use_kernel("flash_attention_backward", query.device, _unsupported(query, value)):
-        return _backward_pytorch(grad_output, query, key, value, out, lse, scale, causal, shift)
+def _scores(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, diagonal: int) -> torch.Tensor:
+    """[batch, heads_kv, group · seq_q, seq_kv], in float32 or float64."""
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    rows, keys = _by_kv_head(query, key), key.to(_compute_dtype(key))
+    scores = (rows * softmax_scale) @ keys.transpose(-1, -2)
+    if diagonal >= seq_kv - 1:
+        return scores
+    hidden = torch.ones(seq_q, seq_kv, dtype=torch.bool, device=key.device).triu(diagonal + 1)
+    return scores.masked_fill(hidden.repeat(query.shape[1] // key.shape[1], 1), float("-inf"))
 
-    from . import backward
 
-    query, key, value, grad_output = _unit_last_stride(query, key, value, grad_output)
-    dq, dk, dv = (query.new_empty(tensor.shape) for tensor in (query, key, value))
-    delta = torch.empty_like(lse)
-    values = _launch_values(query, value, "attention_delta")
-    del values["HEAD_DIM"], values["PRECISION"]
-    runtime.launch(
-        backward.attention_delta,
-        (-(-seq_q // values["BLOCK_M"]) * batch * heads_q,),
-        query.device,
-        out,
-        grad_output,
-        delta,
-        *grad_output.stride()[:3],
-        heads_q,
-        seq_q,
-        **values,
-    )
-    strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:3]]
-    sizes = [batch, heads_q, heads_kv, seq_q, seq_kv, scale, shift]
-    values = _launch_values(query, value, "attention_backward_kv")
-    runtime.launch(
-        backward.attention_backward_kv,
-        (-(-seq_kv // values["BLOCK_N"]) * batch * heads_kv,),
-        query.device,
-        *(query, key, value, grad_output, lse, delta, dk, dv, *strides, *sizes),
-        CAUSAL=causal,
-        **values,
-    )
-    values = _launch_values(query, value, "attention_backward_q")
-    runtime.launch(
-        backward.attention_backward_q,
-        (-(-seq_q // values["BLOCK_M"]) * batch * heads_q,),
-        query.device,
-        *(query, key, value, grad_output, lse, delta, dq, *strides, *sizes),
-        CAUSAL=causal,
-        **values,
-    )
+def _by_kv_head(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """[batch, heads_q, seq_q, width] as [batch, heads_kv, group · seq_q, width], in float32 or float64."""
+    batch, heads_q, seq_q, width = tensor.shape
+    heads_kv = key.shape[1]
+    return tensor.to(_compute_dtype(key)).reshape(batch, heads_kv, heads_q // heads_kv * seq_q, width)
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(scores − lse), 0 where a query sees no key."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
+
+
+def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _backward(grad_output, query, key, value, out, lse, softmax_scale, causal, causal_alignment, needs_kv_grad):
+    diagonal = _diagonal(query, key, causal, causal_alignment)
+    if not runtime.use_kernel("flash_attention_backward", query.device, _unsupported(query, value, softmax_scale)):
+        return _backward_pytorch(grad_output, query, key, value, out, lse, softmax_scale, diagonal, needs_kv_grad)
+    batch, heads, seq_q, _ = query.shape
+    heads_kv, seq_kv = key.shape[1:3]
+    q, k, v, do = (_unit_stride(tensor) for tensor in (query, key, value, grad_output))
+    dq, delta = query.new_empty(query.shape), torch.empty_like(lse)
+    rows = ("BLOCK_M", batch * heads, seq_q)
+    tensors = (out, lse, do, dq, delta)
+    _launch("flash_attention_backward_dq", rows, q, k, v, tensors, softmax_scale, heads, diagonal, do)
+    if not needs_kv_grad:
+        return dq, key.new_empty(0), value.new_empty(0)
+    dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
+    rows = ("BLOCK_N", batch * heads_kv, seq_kv)
+    tensors = (lse, do, delta, dk, dv)
+    _launch("flash_attention_backward_dkdv", rows, q, k, v, tensors, softmax_scale, heads_kv, diagonal, do)
     return dq, dk, dv
 
 
-def _backward_pytorch(grad_output, query, key, value, out, lse, scale, causal, shift):
-    heads_kv = key.shape[1]
-    scores = _scores(query, key, scale, causal, shift)
-    lse = lse.unflatten(1, (heads_kv, -1)).unsqueeze(-1)
-    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), float("inf")))
-    q, dout, o = (t.to(p.dtype).unflatten(1, (heads_kv, -1)) for t in (query, grad_output, out))
-    k, v = key.to(p.dtype).unsqueeze(2), value.to(p.dtype).unsqueeze(2)
-    ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True))
-    dq = scale * (ds @ k).flatten(1, 2)
-    dk = scale * (ds.mT @ q).sum(2)
-    dv = (p.mT @ dout).sum(2)
-    return tuple(t.to(query.dtype).contiguous() for t in (dq, dk, dv))
+def _backward_pytorch(grad_output, query, key, value, out, lse, softmax_scale, diagonal, needs_kv_grad):
+    q, do, o = (_by_kv_head(tensor, key) for tensor in (query, grad_output, out))
+    k, v = key.to(q.dtype), value.to(q.dtype)
+    p = _probabilities(_scores(query, key, softmax_scale, diagonal), lse.reshape(*q.shape[:3], 1))
+    ds = p * (do @ v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * softmax_scale
+    dq = (ds @ k).to(query.dtype).reshape(query.shape)
+    if not needs_kv_grad:
+        return dq, key.new_empty(0), value.new_empty(0)
+    return dq, (ds.transpose(-1, -2) @ q).to(key.dtype), (p.transpose(-1, -2) @ do).to(value.dtype)
 
 
-def _forward_fake(query, key, value, scale, causal, shift, with_lse):
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[:3] if with_lse else 0, dtype=lse_dtype)
-    return query.new_empty(*query.shape[:3], value.shape[-1]), lse
+def _forward_fake(query, key, value, softmax_scale, causal, causal_alignment):
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    return out, query.new_empty(query.shape[:3], dtype=_compute_dtype(query))
 
 
-def _backward_fake(grad_output, query, key, value, out, lse, scale, causal, shift):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+def _backward_fake(grad_output, query, key, value, out, lse, softmax_scale, causal, causal_alignment, needs_kv_grad):
+    if not needs_kv_grad:
+        return query.new_empty(query.shape), key.new_empty(0), value.new_empty(0)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.causal, ctx.shift, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
+    query, key, value, ctx.softmax_scale, ctx.causal, ctx.causal_alignment = inputs
+    ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd(ctx, grad_output, _):
-    return *_backward_op(grad_output, *ctx.saved_tensors, ctx.scale, ctx.causal, ctx.shift), None, None, None, None
+    needs_kv_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    dq, dk, dv = _backward_op(
+        grad_output, *ctx.saved_tensors, ctx.softmax_scale, ctx.causal, ctx.causal_alignment, needs_kv_grad
+    )
+    return (dq, dk, dv, None, None, None) if needs_kv_grad else (dq, None, None, None, None, None)
 
 
 _forward_op = runtime.register(
-    "flash_attention(Tensor query, Tensor key, Tensor value, float scale, bool causal, SymInt shift,"
-    " bool with_lse) -> (Tensor, Tensor)",
+    "flash_attention(Tensor query, Tensor key, Tensor value, float softmax_scale, bool causal, str causal_alignment)"
+    " -> (Tensor out, Tensor lse)",
     _forward,
     _forward_fake,
     setup_context=_setup_context,
@@ -278,7 +295,7 @@ _forward_op = runtime.register(
 )
 _backward_op = runtime.register(
     "flash_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
-    " float scale, bool causal, SymInt shift) -> (Tensor, Tensor, Tensor)",
+    " float softmax_scale, bool causal, str causal_alignment, bool needs_kv_grad) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

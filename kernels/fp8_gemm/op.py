@@ -76,7 +76,7 @@ def quantize_fp8(tensor: torch.Tensor, axis: int | None = None) -> tuple[torch.T
         raise ValueError("quantize_fp8: tensor must have at least one dimension, got a scalar")
     if axis not in (None, -1, tensor.dim() - 1):
         raise ValueError(f"quantize_fp8: axis must be None (one scale) or -1 (one a row), got {axis}")
-    return _quantize_op(tensor, axis is not None)
+    return _quantize_op(tensor.detach(), axis is not None)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

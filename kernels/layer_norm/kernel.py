@@ -1,7 +1,8 @@
 """LayerNorm tile programs, as rms_norm's: a row that fits one tile stays in registers, a wider one is walked.
 
 The variance is taken of the centred row, in a pass of its own: mean(x²) − mean(x)² cancels where the mean is large.
-What rounding left of the mean (the mean of the centred row) is taken off once more.
+What rounding left of the mean (the mean of the centred row) is taken off once more, and both parts
+go to the backward kernel as one float64.
 """
 
 import triton
@@ -28,7 +29,7 @@ def layer_norm_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """x [rows, width] with any row stride → y [rows, width] contiguous, mean and rstd [rows] float32."""
+    """x [rows, width] with any row stride → y [rows, width] contiguous, mean [rows] float64, rstd [rows] float32."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     row_mask = row[:, None] < rows
     x_row = x_ptr + row[:, None] * stride_x
@@ -40,9 +41,9 @@ def layer_norm_forward(
         x = load(x_row + column, mask)
         scale = scale_for(tl.max(tl.abs(x), axis=1))
         x *= scale[:, None]
-        mean = tl.sum(x, axis=1) / width
+        mean = mean_of(tl.sum(x, axis=1), width)
         centred = tl.where(mask, x - mean[:, None], 0.0)
-        rest = tl.sum(centred, axis=1) / width
+        rest = mean_of(tl.sum(centred, axis=1), width)
         centred = tl.where(mask, centred - rest[:, None], 0.0)
         squares = centred * centred
     else:
@@ -53,13 +54,13 @@ def layer_norm_forward(
             largest = tl.maximum(largest, tl.abs(x))
             total += x * 9.5367431640625e-07  # 2^-20: a sum of 2^20 finite numbers stays finite
         scale = scale_for(tl.max(largest, axis=1))
-        mean = tl.sum(total, axis=1) / width * 1048576.0 * scale
+        mean = mean_of(tl.sum(total, axis=1), width) * 1048576.0 * scale
         deviations = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_N):
             mask = row_mask & (start + column < width)
             x = load(x_row + start + column, mask) * scale[:, None]
             deviations += tl.where(mask, x - mean[:, None], 0.0)
-        rest = tl.sum(deviations, axis=1) / width
+        rest = mean_of(tl.sum(deviations, axis=1), width)
         squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_N):
             mask = row_mask & (start + column < width)
@@ -67,20 +68,27 @@ def layer_norm_forward(
             centred = tl.where(mask, x - mean[:, None] - rest[:, None], 0.0)
             squares += centred * centred
     rstd = reciprocal_root(tl.sum(squares, axis=1), scale, width, eps)
-    tl.store(mean_ptr + row, (mean + rest) / scale, row < rows)
+    tl.store(mean_ptr + row, (mean.to(tl.float64) + rest.to(tl.float64)) / scale.to(tl.float64), row < rows)
     tl.store(rstd_ptr + row, rstd, row < rows)
+    rstd /= scale
 
     for start in range(0, width, BLOCK_N):
         offset = start + column
         mask = row_mask & (offset < width)
         if not ONE_TILE:
             centred = load(x_row + offset, mask) * scale[:, None] - mean[:, None] - rest[:, None]
-        y = centred * rstd[:, None] / scale[:, None]
+        y = centred * rstd[:, None]
         if HAS_WEIGHT:
             y *= load(w_ptr + offset, offset < width)
         if HAS_BIAS:
             y += load(b_ptr + offset, offset < width)
         tl.store(y_row + offset, y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def mean_of(total, count):
+    """total / count, correctly rounded (``/`` is not, on a GPU), so that nothing is left of a constant row."""
+    return tl.div_rn(total, tl.zeros_like(total) + count)
 
 
 @triton.jit
@@ -120,12 +128,14 @@ def layer_norm_backward(
         x_row = x_ptr + row * stride_x
         dy_row = dy_ptr + row * stride_dy
         dx_row = dx_ptr + row * width
-        mean = load(mean_ptr + row, row < rows)
+        exact = tl.load(mean_ptr + row, row < rows, other=0.0)
+        mean = exact.to(tl.float32)
+        rest = (exact - mean.to(tl.float64)).to(tl.float32)
         rstd = load(rstd_ptr + row, row < rows)
 
         if ONE_TILE:
             mask = (row < rows) & (column < width)
-            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rstd, HAS_WEIGHT)
+            x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rest, rstd, HAS_WEIGHT)
             mean_g = tl.sum(g, axis=1, keep_dims=True) / width
             mean_gx = tl.sum(g * x_hat, axis=1, keep_dims=True) / width
             tl.store(dx_row + column, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
@@ -138,7 +148,7 @@ def layer_norm_backward(
             products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for start in range(0, width, BLOCK_N):
                 mask = (row < rows) & (start + column < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rstd, HAS_WEIGHT)
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rest, rstd, HAS_WEIGHT)
                 sums += g
                 products += g * x_hat
             mean_g = tl.sum(sums, axis=1, keep_dims=True) / width
@@ -146,7 +156,7 @@ def layer_norm_backward(
             for start in range(0, width, BLOCK_N):
                 offset = start + column
                 mask = (row < rows) & (offset < width)
-                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, HAS_WEIGHT)
+                x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rest, rstd, HAS_WEIGHT)
                 tl.store(dx_row + offset, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
                 earlier = (offset < width) & (block != program)
                 if WEIGHT_GRAD:
@@ -163,9 +173,9 @@ def layer_norm_backward(
 
 
 @triton.jit
-def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rstd, HAS_WEIGHT: tl.constexpr):
+def load_tile(x_row, dy_row, w_ptr, offset, mask, mean, rest, rstd, HAS_WEIGHT: tl.constexpr):
     """x̂, dy and g = dy·w, in float32 and 0 outside the mask."""
-    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean) * rstd, 0.0)
+    x_hat = tl.where(mask, (load(x_row + offset, mask) - mean - rest) * rstd, 0.0)
     dy = load(dy_row + offset, mask)
     g = dy
     if HAS_WEIGHT:

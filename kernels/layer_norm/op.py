@@ -53,7 +53,8 @@ def _forward(input, weight, bias, eps):
     x = as_rows(input)
     rows, width = x.shape
     y = input.new_empty(input.shape)
-    mean, rstd = (input.new_empty(input.shape[:-1], dtype=torch.float32) for _ in range(2))
+    mean = input.new_empty(input.shape[:-1], dtype=torch.float64)
+    rstd = input.new_empty(input.shape[:-1], dtype=torch.float32)
     config = _config("layer_norm_forward", x)
     runtime.launch(
         kernel.layer_norm_forward,
@@ -81,13 +82,19 @@ def _forward_pytorch(input, weight, bias, eps):
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     weight, bias = (p if p is None else p.to(x.dtype) for p in (weight, bias))
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if x.device.type == "cpu" and rstd.numel():
-        low, high = torch.aminmax(rstd)
-        if not (low > 1e-15 and high < 1e15):  # squares leave float32's range
-            wide = (p if p is None else p.double() for p in (weight, bias))
-            y, mean, rstd = torch.native_layer_norm(x.double(), x.shape[-1:], *wide, eps)
-    mean, rstd = (statistic.squeeze(-1).to(x.dtype).contiguous() for statistic in (mean, rstd))
-    return y.to(input.dtype).contiguous(), mean, rstd
+    mean, rstd = mean.squeeze(-1).double(), rstd.squeeze(-1)
+    if x.device.type == "cpu":
+        # Squares within float32's range, and a spread that float32 tells from the mean; NaN is neither.
+        fits = (rstd > 1e-15) & (rstd < 1e15) & (mean.abs() * rstd < 30)
+        if not bool(fits.all()):
+            rows = x[~fits].double()
+            mean[~fits] = rows.mean(-1)
+            centred = rows - rows.mean(-1, keepdim=True)
+            rstd_rows = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+            rstd[~fits] = rstd_rows.squeeze(-1).to(x.dtype)
+            scaled = centred * rstd_rows if weight is None else centred * rstd_rows * weight
+            y[~fits] = (scaled if bias is None else scaled + bias).to(x.dtype)
+    return y.to(input.dtype).contiguous(), mean.contiguous(), rstd.contiguous()
 
 
 def _backward(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_bias_grad):
@@ -125,18 +132,19 @@ def _backward(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_b
         ONE_TILE=width <= config["BLOCK_N"],
         **config,
     )
-    nothing = dw.new_empty(0)
-    return dx, dw.sum(0) if needs_weight_grad else nothing, db.sum(0) if needs_bias_grad else nothing
+    return dx, dw.sum(0) if needs_weight_grad else dw.new_empty(0), db.sum(0) if needs_bias_grad else db.new_empty(0)
 
 
 def _backward_pytorch(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_bias_grad):
     dy, rstd = grad_output.to(rstd.dtype), rstd.unsqueeze(-1)
-    x_hat = (input.to(rstd.dtype) - mean.unsqueeze(-1)) * rstd
+    exact = mean.unsqueeze(-1)
+    mean = exact.to(rstd.dtype)
+    x_hat = (input.to(rstd.dtype) - mean - (exact - mean).to(rstd.dtype)) * rstd
     g = dy if weight is None else dy * weight.to(rstd.dtype)
     dx = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
-    nothing = rstd.new_empty(0)
-    dw = (dy * x_hat).reshape(-1, input.shape[-1]).sum(0) if needs_weight_grad else nothing
-    db = dy.reshape(-1, input.shape[-1]).sum(0) if needs_bias_grad else nothing.clone()
+    width = input.shape[-1]
+    dw = (dy * x_hat).reshape(-1, width).sum(0) if needs_weight_grad else rstd.new_empty(0)
+    db = dy.reshape(-1, width).sum(0) if needs_bias_grad else rstd.new_empty(0)
     return dx.to(input.dtype).contiguous(), dw, db
 
 
@@ -145,10 +153,9 @@ def _config(name: str, x: torch.Tensor) -> dict:
 
 
 def _forward_fake(input, weight, bias, eps):
-    statistics = (
-        input.new_empty(input.shape[:-1], dtype=torch.promote_types(input.dtype, torch.float32)) for _ in range(2)
-    )
-    return input.new_empty(input.shape), *statistics
+    mean = input.new_empty(input.shape[:-1], dtype=torch.float64)
+    rstd = input.new_empty(input.shape[:-1], dtype=torch.promote_types(input.dtype, torch.float32))
+    return input.new_empty(input.shape), mean, rstd
 
 
 def _backward_fake(grad_output, input, weight, mean, rstd, needs_weight_grad, needs_bias_grad):

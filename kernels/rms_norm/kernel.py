@@ -10,7 +10,7 @@ import triton.language as tl
 from fusedops.runtime.tile import load, reciprocal_root, scale_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_forward(
     x_ptr,
     w_ptr,
@@ -63,7 +63,7 @@ def rms_norm_forward(
         tl.store(y_row + offset, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward(
     dy_ptr,
     x_ptr,

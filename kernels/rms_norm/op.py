@@ -92,11 +92,12 @@ def _forward(input, weight, eps, weight_offset, cast_before_weight):
 def _forward_pytorch(input, weight, eps, weight_offset, cast_before_weight, y_dtype):
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     mean_square = x.pow(2).mean(-1, keepdim=True)
-    if x.device.type == "cpu" and x.numel():
-        low, high = torch.aminmax(mean_square)
-        if not (low > 1e-30 and high < 1e30):  # squares leave float32's range
-            mean_square = x.double().pow(2).mean(-1, keepdim=True)
-    rstd = torch.rsqrt(mean_square + eps).to(x.dtype)
+    rstd = torch.rsqrt(mean_square + eps)
+    if x.device.type == "cpu":
+        fits = ((mean_square > 1e-30) & (mean_square < 1e30)).squeeze(-1)  # or squares leave float32's range
+        if not bool(fits.all()):
+            wide = torch.rsqrt(x[~fits].double().pow(2).mean(-1, keepdim=True) + eps)
+            rstd[~fits] = wide.to(x.dtype)
     y = x * rstd
     if cast_before_weight:
         y = y.to(input.dtype).to(x.dtype)

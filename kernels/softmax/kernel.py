@@ -9,7 +9,7 @@ import triton.language as tl
 from fusedops.runtime.tile import load
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def softmax_forward(
     x_ptr,
     y_ptr,
@@ -51,7 +51,7 @@ def softmax_forward(
         tl.store(y_row + start + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def softmax_backward(
     dy_ptr,
     y_ptr,
@@ -65,7 +65,10 @@ def softmax_backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dy, y [rows, width] with any row stride → dx [rows, width] contiguous."""
+    """dy, y [rows, width] with any row stride → dx [rows, width] contiguous.
+
+    y was rounded and need not sum to 1: Σ y·dy is divided by Σ y, or a saturated row's gradient would be all rounding.
+    """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64))[:, None]
     dy_row = dy_ptr + row * stride_dy
     y_row = y_ptr + row * stride_y
@@ -77,13 +80,23 @@ def softmax_backward(
         dy = load(dy_row + column, mask)
         y = load(y_row + column, mask)
         products = dy if LOG else dy * y
+        parts = y
     else:
         products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        parts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_N):
             mask = (row < rows) & (start + column < width)
             dy = load(dy_row + start + column, mask)
-            products += dy if LOG else dy * load(y_row + start + column, mask)
+            if LOG:
+                products += dy
+            else:
+                y = load(y_row + start + column, mask)
+                products += dy * y
+                parts += y
     total = tl.sum(products, axis=1, keep_dims=True)
+    if not LOG:
+        whole = tl.sum(parts, axis=1, keep_dims=True)
+        total /= tl.where(whole == 0, 1.0, whole)
 
     for start in range(0, width, BLOCK_N):
         mask = (row < rows) & (start + column < width)

@@ -43,18 +43,20 @@ def log_softmax_eager(input, dim=-1):
 
 
 def _along(input: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
+    name = "log_softmax" if log else "softmax"
     if not input.is_floating_point():
-        raise TypeError(f"softmax: input must have a floating-point dtype, got {input.dtype}")
+        raise TypeError(f"{name}: input must have a floating-point dtype, got {input.dtype}")
     dims = max(input.dim(), 1)
     if not -dims <= dim < dims:
         raise IndexError(
-            f"softmax: dim must be from {-dims} to {dims - 1} for input of shape {list(input.shape)}, got {dim}"
+            f"{name}: dim must be from {-dims} to {dims - 1} for input of shape {list(input.shape)}, got {dim}"
         )
     if input.dim() == 0:
         return _forward_op(input.reshape(1), log).reshape(())
     if dim % dims == dims - 1:
         return _forward_op(input, log)
-    return _forward_op(input.movedim(dim, -1), log).movedim(-1, dim).contiguous()
+    moved = _forward_op(input.movedim(dim, -1), log).movedim(-1, dim)
+    return moved.reshape(-1).view(input.shape)  # contiguous() would leave odd strides to dimensions of size 1
 
 
 def _forward(input, log):
@@ -88,7 +90,10 @@ def _backward(grad_output, output, log):
     if not runtime.use_kernel("softmax_backward", output.device, unsupported_dtype(output, ENTRY.dtypes)):
         compute = torch.promote_types(output.dtype, torch.float32)
         dy, y = grad_output.to(compute), output.to(compute)
-        dx = dy - y.exp() * dy.sum(-1, keepdim=True) if log else y * (dy - (y * dy).sum(-1, keepdim=True))
+        if log:
+            dx = dy - y.exp() * dy.sum(-1, keepdim=True)
+        else:
+            dx = y * (dy - (y * dy).sum(-1, keepdim=True) / y.sum(-1, keepdim=True))
         return dx.to(output.dtype).contiguous()
 
     from . import kernel
