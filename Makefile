@@ -21,10 +21,12 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/fusedops demo
 
+KERNEL_TESTS = $(wildcard $(patsubst kernels/%/op.py,tests/test_%.py,$(wildcard kernels/*/op.py)))
+
 # Once as this machine runs the operators, and once with Triton's interpreter running the kernels on the CPU.
 test: setup
 	$(BIN)/pytest --quiet --numprocesses auto
-	TRITON_INTERPRET=1 $(BIN)/pytest --quiet --numprocesses auto tests/test_catalog.py
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/pytest --quiet --numprocesses auto tests/test_catalog.py $(KERNEL_TESTS)
 
 lint: setup
 	$(BIN)/ruff format --check .

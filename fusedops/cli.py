@@ -44,6 +44,8 @@ def _table(*columns: str, title: str | None = None) -> Table:
 
     table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.show_header = any(columns)
+    for column in table.columns:
+        column.overflow = "fold"
     return table
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "What is the capital of France?"
-TIMED_RUNS, TIMED_TOKENS = 3, 16
+TIMED_RUNS, TIMED_TOKENS = 3, 8
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Comparison:
         table.add_row("tokens/s, decoding", *(f"{side.tokens_per_second:.1f}" for side in sides))
         table.add_row("weight memory", *(f"{side.weight_bytes / 1e6:.0f} MB" for side in sides))
         if self.fusedops.converted_bytes:
-            kept = f"{self.fusedops.converted_bytes / 1e6:.0f} MB: the form that this CPU computes with"
-            table.add_row("kept beside it after the first call", "", kept)
+            kept = f"{self.fusedops.converted_bytes / 1e6:.0f} MB, as this CPU computes"
+            table.add_row("kept beside it", "", kept)
         return table
 
     def claims(self) -> list[str]:
@@ -148,7 +148,7 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
         from fusedops.catalog.int4_gemm.op import converted_bytes
         from fusedops.formats import gguf
 
-    console.print(f"\n[bold]{MODEL} as transformers runs it[/bold]: {path.name}, dequantized")
+    console.print(f"\n[bold]{MODEL} as transformers runs it[/bold]: dequantized")
     place: Any = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     # gguf-py reads the 49,152 words and as many merges one by one: for the config, the weights and the tokenizer.
     with _step(console, "config and weights; most of it is the file's header, parsed twice in Python") as load:
@@ -161,8 +161,8 @@ def run(prompt: str, max_new_tokens: int, device: str, console: Console) -> Comp
     inputs = inputs.to(device)
     load_seconds, answers = [load()], [_answer(model, tokenizer, inputs, max_new_tokens, console)]
 
-    console.print(f"[bold]{MODEL} as fusedops runs it[/bold]: {path.name}, its linear weights as they are stored")
-    with _step(console, "copy of the loaded model, packed weights read into it, norms and attention swapped") as load:
+    console.print(f"[bold]{MODEL} as fusedops runs it[/bold]: linear weights as they are stored")
+    with _step(console, "a copy of the model, packed weights read into it, norms and attention swapped") as load:
         fused = copy.deepcopy(model)
         reports = [gguf.load_linears(fused, path), swap(fused)]
         fused.to(device)

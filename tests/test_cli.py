@@ -14,7 +14,7 @@ from fusedops.cli import app
 
 
 def run(*args, code=0):
-    result = CliRunner().invoke(app, args)
+    result = CliRunner(env={"COLUMNS": "140"}).invoke(app, args)
     assert result.exit_code == code, result.output
     return result.output
 

@@ -125,7 +125,8 @@ class Checkout:
             (toy / name).write_text(text.lstrip().replace("* factor)", f"* {factor})"))
 
     def run(self, *args, interpret=False):
-        env = {**os.environ, "PYTHONPATH": str(self.code), "TRITON_INTERPRET": "1" if interpret else "0"}
+        ours = {"PYTHONPATH": str(self.code), "TRITON_INTERPRET": "1" if interpret else "0", "COLUMNS": "140"}
+        env = {**os.environ, **ours}
         return subprocess.run(
             [sys.executable, *args],
             cwd=self.tests,
