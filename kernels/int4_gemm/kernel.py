@@ -17,7 +17,7 @@ def dequantize(words, shift, scale, offset):
     return scale * (biased.to(tl.float32, bitcast=True) - 8388608.0) + offset
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int4_gemm_forward(
     x_ptr,
     q_ptr,
@@ -116,7 +116,7 @@ def int4_gemm_reduce(
     tl.store(y_ptr + i, total.to(y_ptr.dtype.element_ty), i < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int4_gemm_backward(
     dy_ptr,
     q_ptr,
