@@ -60,7 +60,8 @@ def rms_norm(
         return F.rms_norm(input, normalized_shape, weight, eps)
     if eps is None:
         eps = _FLOAT64_EPS if input.dtype == torch.float64 else _FLOAT32_EPS
-    input, weight = _autocast_to_float32(input, weight)
+    if _AUTOCAST_RMS_NORM:
+        input, weight = _autocast_to_float32(input, weight)
     if len(normalized_shape) == 1 and input.shape[-1:] == tuple(normalized_shape):
         return _rms_norm.rms_norm(input, weight, eps)
     rows, weight = _flatten_normalized("rms_norm", input, normalized_shape, weight=weight).values()
@@ -232,6 +233,10 @@ def fp8_linear(
     """
     (input,) = _autocast_to_lower(input)
     return fp8_gemm(input, weight, weight_scale, input_scale, bias)
+
+
+# Newer PyTorch versions autocast rms_norm to float32 as they do layer_norm; 2.11 does not.
+_AUTOCAST_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 def _autocast_to_float32(*tensors: Any) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def test_verify_fails_on_an_operator_that_raises(monkeypatch):
 
 def test_doctor_tells_versions_and_what_runs(device):
     output = run("doctor")
-    assert torch.__version__ in output
+    assert torch.__version__.partition("+")[0] in output
     assert all(name in output for name in catalog.names())
     assert "writable" in output
     assert ("the Triton kernel" if device == "cuda" else "PyTorch sees no GPU") in output

@@ -57,7 +57,7 @@ NORMS: dict[str, type] = {
     "GPT2": nn.LayerNorm,
 }
 NORMS |= {"Olmo2": nn.Olmo2RMSNorm, "GptOss": nn.Olmo2RMSNorm}
-# Softcapping and sinks have no sdpa to be compared with; the model's own default is eager.
+# Softcapping and sinks have no sdpa to be compared with: older transformers run Gemma 2 through sdpa without the softcap.
 EAGER = ("Gemma2", "GptOss")
 
 
@@ -77,6 +77,8 @@ def make(name, device, config=None):
             torch.nn.init.normal_(parameter, std=0.5)
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
+    if name in EAGER:
+        model.set_attn_implementation("eager")
     return model.to(device).eval()
 
 

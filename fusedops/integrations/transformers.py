@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -194,7 +195,9 @@ def reason_to_leave(model: PreTrainedModel) -> str:
 @functools.cache
 def _asks_for_sdpa(module: str) -> bool:
     return (
-        re.search(r"_attn_implementation (==|in|!=|not in) .*\bsdpa\b", inspect.getsource(sys.modules[module]))
+        re.search(
+            r"_attn_implementation (==|in|!=|not in) .*\bsdpa\b", inspect.getsource(importlib.import_module(module))
+        )
         is not None
     )
 

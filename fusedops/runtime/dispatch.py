@@ -52,6 +52,8 @@ def _warn_once(operator: str, reason: str) -> None:
 def use_kernel(operator: str, device: torch.device, unsupported: str | None = None) -> bool:
     """Whether the Triton kernel of ``operator`` runs for tensors on ``device``.
 
+    While ``torch.compile`` traces a caller, a call that is not covered neither warns nor raises.
+
     Args:
         operator: name for the message.
         device: where the tensors live. A CPU runs the kernel only under the interpreter.
@@ -60,6 +62,8 @@ def use_kernel(operator: str, device: torch.device, unsupported: str | None = No
     Raises:
         NoKernelError: the call falls back although :func:`strict` is in force.
     """
+    if torch.compiler.is_compiling():
+        return unsupported is None
     if device.type == "cpu" and not (interpreting() and has_triton()):
         return False
     if device.type not in ("cpu", "cuda"):

@@ -136,8 +136,8 @@ def layer_norm_backward(
         if ONE_TILE:
             mask = (row < rows) & (column < width)
             x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, column, mask, mean, rest, rstd, HAS_WEIGHT)
-            mean_g = tl.sum(g, axis=1, keep_dims=True) / width
-            mean_gx = tl.sum(g * x_hat, axis=1, keep_dims=True) / width
+            mean_g = mean_of(tl.sum(g, axis=1, keep_dims=True), width)
+            mean_gx = mean_of(tl.sum(g * x_hat, axis=1, keep_dims=True), width)
             tl.store(dx_row + column, (rstd * (g - mean_g - x_hat * mean_gx)).to(dx_ptr.dtype.element_ty), mask)
             if WEIGHT_GRAD:
                 dw += tl.sum(dy * x_hat, axis=0, keep_dims=True)
@@ -151,8 +151,8 @@ def layer_norm_backward(
                 x_hat, dy, g = load_tile(x_row, dy_row, w_ptr, start + column, mask, mean, rest, rstd, HAS_WEIGHT)
                 sums += g
                 products += g * x_hat
-            mean_g = tl.sum(sums, axis=1, keep_dims=True) / width
-            mean_gx = tl.sum(products, axis=1, keep_dims=True) / width
+            mean_g = mean_of(tl.sum(sums, axis=1, keep_dims=True), width)
+            mean_gx = mean_of(tl.sum(products, axis=1, keep_dims=True), width)
             for start in range(0, width, BLOCK_N):
                 offset = start + column
                 mask = (row < rows) & (offset < width)
