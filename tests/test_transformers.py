@@ -57,7 +57,7 @@ NORMS: dict[str, type] = {
     "GPT2": nn.LayerNorm,
 }
 NORMS |= {"Olmo2": nn.Olmo2RMSNorm, "GptOss": nn.Olmo2RMSNorm}
-# Softcapping and sinks have no sdpa to be compared with: older transformers run Gemma 2 through sdpa without the softcap.
+# Softcapping and sinks have no sdpa to compare with: older transformers run Gemma 2 through sdpa without its softcap.
 EAGER = ("Gemma2", "GptOss")
 
 
