@@ -1,8 +1,11 @@
 """Time candidate configs on this machine's GPU, and put the fastest of each shape into the config tables.
 
-    python bench/tune.py bench/search.json --write
+    python bench/tune.py searches.json --write
 
-``search.json`` is a list of searches: an entry, a kernel, whether the forward or the backward pass is timed, labels of
+    [{"entry": "rms_norm", "kernel": "rms_norm_forward", "shapes": ["32768 x 4096"],
+      "grid": {"BLOCK_M": [1], "BLOCK_N": [4096], "num_warps": [4, 8], "num_stages": [1, 2]}}]
+
+The file is a list of searches: an entry, a kernel, whether the forward or the backward pass is timed, labels of
 the entry's ``shapes``, and the values to try for each config key (the product of them all). Candidates are compiled in
 parallel processes first, then timed one after another in this one, with L2 cleared between runs.
 """
