@@ -138,7 +138,7 @@ class Entry:
         module = importlib.import_module(f"{__name__}.{self.name}")
         return Path(module.__path__[0])
 
-    @property
+    @functools.cached_property
     def configs(self) -> ConfigTable:
         """The entry's config table."""
         return config_table(self.folder)

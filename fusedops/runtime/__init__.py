@@ -3,7 +3,7 @@
 from .configs import ConfigTable, Row
 from .device import TARGETS, DeviceFacts, Target, facts
 from .dispatch import FallbackWarning, NoKernelError, has_triton, interpreting, strict, use_kernel
-from .launch import launch
+from .launch import launch, per_signature, prepare
 from .registration import register
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "has_triton",
     "interpreting",
     "launch",
+    "per_signature",
+    "prepare",
     "register",
     "strict",
     "use_kernel",

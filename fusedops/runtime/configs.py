@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .device import DeviceFacts
+from .launch import forget_signatures
 
 DEFAULT_SHARED_MEMORY = 65_536  # what the smallest supported GPUs (sm_75, gfx9) give a program
 
@@ -109,10 +110,12 @@ class ConfigTable:
         """
         seen: dict[str, int] = {}
         self._trial[kernel] = config, seen
+        forget_signatures()
         try:
             yield seen
         finally:
             del self._trial[kernel]
+            forget_signatures()
 
     def _lookup(self, kernel: str, device: DeviceFacts, dtype: str, bucket: tuple[tuple[str, int], ...]) -> Row:
         fitting = [

@@ -62,6 +62,8 @@ def use_kernel(operator: str, device: torch.device, unsupported: str | None = No
     Raises:
         NoKernelError: the call falls back although :func:`strict` is in force.
     """
+    if unsupported is None and device.type == "cuda" and has_triton():
+        return True
     if torch.compiler.is_compiling():
         return unsupported is None
     if device.type == "cpu" and not (interpreting() and has_triton()):

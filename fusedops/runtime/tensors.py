@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,12 @@ import torch
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """``"bfloat16"`` of a tensor in ``torch.bfloat16``."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unsupported_dtype(tensor: torch.Tensor, accepted: Sequence[str]) -> str | None:

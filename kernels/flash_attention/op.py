@@ -64,6 +64,9 @@ def flash_attention_eager(query, key, value, softmax_scale=None, causal=False, c
     if causal and causal_alignment == "bottom_right":
         seq_q, seq_kv = query.shape[2], key.shape[2]
         mask = torch.ones(seq_q, seq_kv, dtype=torch.bool, device=query.device).tril(seq_kv - seq_q)
+    # PyTorch's memory-efficient kernel reads 16 bytes from addresses that are no multiple of 16, and takes the whole
+    # CUDA context with it (pytorch issue 183484).
+    query, key, value = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (query, key, value))
     return F.scaled_dot_product_attention(
         query,
         key,
