@@ -15,8 +15,9 @@ from fusedops.runtime import aot
 KERNELS = [
     pytest.param(entry, kernel, arch, id=f"{kernel}-{arch}")
     for entry in catalog.entries()
-    for kernel in entry.kernels
-    for arch in runtime.TARGETS
+    for kernel, description in entry.kernels.items()
+    for arch, target in runtime.TARGETS.items()
+    if target.backend in description.backends
 ]
 
 

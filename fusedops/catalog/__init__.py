@@ -100,12 +100,28 @@ class Kernel:
         signature: argument → Triton type (``"i32"``, ``"fp32"``, ``"*fp32"``); ``"*{dtype}"`` is the row's dtype,
             ``"i32:16"`` an integer that 16 divides.
         variants: the compile-time values that are not in the config table, one mapping a variant; ``"{width}"`` is
-            the width in the row's bucket.
+            the width in the row's bucket. An argument of the signature that is None here is not given.
+        backends: Triton's backends that can compile it: one with inline PTX is for ``"cuda"`` alone.
     """
 
     function: str
     signature: Mapping[str, str]
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    backends: tuple[str, ...] = ("cuda", "hip")
+
+
+# An entry whose kernels leave shares of a weight's gradient behind has this one to add them up.
+SUM_PARTIALS = Kernel(
+    "backward:sum_partials",
+    {
+        "partials_ptr": "*fp32",
+        "first_ptr": "*{dtype}",
+        "second_ptr": "*{dtype}",
+        "count": "i32",
+        "width": "i32:16",
+        "stride_second": "i32:16",
+    },
+)
 
 
 @dataclass(frozen=True)

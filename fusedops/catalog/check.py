@@ -132,7 +132,7 @@ def tolerance(operator: Operator, dtype: torch.dtype, eager_error: float = 0.0) 
 class Judged(NamedTuple):
     """The outcome of one comparison."""
 
-    what: str  # "output", or the argument whose gradient it is
+    what: str  # "output" ("output 0", … of several), or the argument whose gradient it is
     error: float
     tolerance: float
     eager_error: float | None
@@ -150,26 +150,27 @@ def judge(entry: Entry, operator: Operator, arguments: dict[str, Any], seed: int
     """
     values = {name: to_numpy(value) for name, value in arguments.items()}
     differentiate = operator.backward is not None
-    output, gradients, grad_output = _run(entry.load("op", operator.name), arguments, seed, differentiate)
-    expected = {"output": operator.reference(**values)}
-    scales = {"output": 0.0}
+    outputs, gradients, grad_outputs = _run(entry.load("op", operator.name), arguments, seed, differentiate)
+    expected = _named(operator.reference(**values))
+    scales = dict.fromkeys(expected, 0.0)
     if operator.backward is not None:
-        for name, gradient in operator.backward(to_numpy(grad_output), **values).items():
+        incoming = tuple(map(to_numpy, grad_outputs))
+        main = next(iter(expected.values()))
+        for name, gradient in operator.backward(incoming if len(incoming) > 1 else incoming[0], **values).items():
             expected[name] = gradient
             size = np.ones_like(values[name]) if name in operator.scores else values[name]
-            scales[name] = _natural_size(to_numpy(grad_output), expected["output"], size)
+            scales[name] = _natural_size(incoming[0], main, size)
 
-    def errors(output: torch.Tensor, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-        results = {"output": output} | gradients
-        return {what: error(result, expected[what], scales[what]) for what, result in results.items()}
+    def errors(outputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {what: error(result, expected[what], scales[what]) for what, result in (outputs | gradients).items()}
 
-    ours = errors(output, gradients)
+    ours = errors(outputs, gradients)
     eager: dict[str, float] = {}
     if operator.eager:
         # PyTorch refuses some calls ("no kernel found to launch" for float32 attention on a GPU): then it sets no bar.
         with contextlib.suppress(RuntimeError):
             eager = errors(*_run(entry.load("op", operator.eager), arguments, seed, differentiate)[:2])
-    dtypes = {"output": output.dtype} | {name: gradient.dtype for name, gradient in gradients.items()}
+    dtypes = {name: result.dtype for name, result in (outputs | gradients).items()}
     return [
         Judged(what, ours[what], tolerance(operator, dtypes[what], eager.get(what, 0.0)), eager.get(what))
         for what in ours
@@ -217,12 +218,28 @@ def verify(entry: Entry, operator: Operator, dtype: str, device: str, seeds: int
     return Verdict("; ".join(sorted(ran)), worst)
 
 
-def _run(function: Any, arguments: dict[str, Any], seed: int, differentiate: bool) -> tuple[Any, dict[str, Any], Any]:
-    output = function(**arguments)
+def outputs_of(result: Any) -> tuple[Any, ...]:
+    """What an operator returned, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _named(result: Any) -> dict[str, Any]:
+    outputs = outputs_of(result)
+    return {f"output {i}" if len(outputs) > 1 else "output": output for i, output in enumerate(outputs)}
+
+
+def _run(
+    function: Any, arguments: dict[str, Any], seed: int, differentiate: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    result = function(**arguments)
+    outputs = outputs_of(result)
     wanted = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     if not (differentiate and wanted):
-        return output, {}, torch.zeros_like(output)
+        return _named(result), {}, [torch.zeros_like(output) for output in outputs]
     generator = torch.Generator().manual_seed(seed + 1)
-    grad_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
-    gradients = torch.autograd.grad(output, list(wanted.values()), grad_output)
-    return output, dict(zip(wanted, gradients, strict=True)), grad_output
+    grads = [
+        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
+        for output in outputs
+    ]
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), grads)
+    return _named(result), dict(zip(wanted, gradients, strict=True)), grads

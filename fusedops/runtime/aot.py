@@ -44,6 +44,8 @@ def jobs(entry: Entry, dtypes: tuple[str, ...] = ()) -> Iterator[Job]:
     for arch, target in TARGETS.items():
         device = DeviceFacts(arch, arch, 0, target.shared_memory)
         for row in entry.configs.rows:
+            if target.backend not in entry.kernels[row.kernel].backends:
+                continue
             for dtype in dtypes or entry.dtypes:
                 if (
                     row.dtype_rank(dtype) is not None
@@ -67,7 +69,7 @@ def compile_job(job: Job) -> Any:
     target = TARGETS[job.arch]
     function = job.entry.load(*kernel.function.split(":"))
     options = {key: value for key, value in job.row.config.items() if key in _OPTIONS}
-    constants = {key: value for key, value in job.row.config.items() if key not in _OPTIONS} | job.constants
+    constants = {key: value for key, value in job.row.config.items() if key in function.arg_names} | job.constants
     signature = {
         name: kind.format(dtype=_TRITON_DTYPES.get(job.dtype, job.dtype)) for name, kind in kernel.signature.items()
     }
