@@ -12,7 +12,7 @@ from .device import TARGETS, DeviceFacts
 if TYPE_CHECKING:
     from fusedops.catalog import Entry
 
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "waves_per_eu", "matrix_instr_nonkdim")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
 _TRITON_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

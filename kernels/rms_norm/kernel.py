@@ -43,8 +43,6 @@ def rms_norm_forward(
     Without a residual (None) there is no sum; without rstd_ptr nothing is kept for the backward pass.
     """
     column = tl.arange(0, BLOCK_N)[None, :]
-    if ONE_TILE:
-        w = load_weight(w_ptr, column, width, weight_offset)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = (block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64))[:, None]
 
@@ -54,6 +52,7 @@ def rms_norm_forward(
             if sum_ptr is not None:
                 tl.store(sum_ptr + row * width + column, x.to(sum_ptr.dtype.element_ty), mask)
             rstd = reciprocal_root_of_sum(tl.sum(x * x, axis=1), x, width, eps)
+            w = load_weight(w_ptr, column, width, weight_offset)
             store_output(y_ptr + row * width, x, w, column, mask, rstd, x_ptr.dtype.element_ty, CAST_BEFORE_WEIGHT)
         else:
             squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
