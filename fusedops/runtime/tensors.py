@@ -81,7 +81,9 @@ def check_residual(operator: str, residual: torch.Tensor, input: torch.Tensor) -
             f"{operator}: residual must have input's shape {list(input.shape)}, got {list(residual.shape)}"
         )
     if residual.device != input.device:
-        raise ValueError(f"{operator}: residual is on {residual.device}, input on {input.device}; put both on one device")
+        raise ValueError(
+            f"{operator}: residual is on {residual.device}, input on {input.device}; put both on one device"
+        )
 
 
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
