@@ -27,8 +27,8 @@ def per_signature(decide: Callable[..., Callable[..., Any]]) -> Callable[..., An
     """An implementation that calls ``decide`` once per signature, and from then on the function that it returned.
 
     ``decide`` and the function take the same positional arguments. A signature is the dtype, shape, strides, device and
-    16-byte alignment of each tensor, and the value of each other argument: what ``decide`` decides (checks, views, config,
-    grid) may depend on nothing else. Remembering it takes 2 µs of host time a call in place of 20.
+    16-byte alignment of each tensor, and the value of each other argument: what ``decide`` decides (checks, views,
+    config, grid) may depend on nothing else. Remembering it takes 2 µs of host time a call in place of 20.
     """
     memory: dict[Any, Callable[..., Any]] = {}
     _memories.append(memory)
@@ -62,11 +62,12 @@ def forget_signatures() -> None:
 def prepare(
     kernel: Any, grid: tuple[int, ...], device: torch.device, *scalars: Any, **meta: Any
 ) -> Callable[..., None]:
-    """:func:`launch` with all but the tensors given; returns the function of these, which are the kernel's first arguments.
+    """:func:`launch` with all but the tensors given; returns the function of these, the kernel's first arguments.
 
     Each call must give tensors of the same dtypes and alignments (and None at the same places), as is so within
-    :func:`per_signature`. From the second call on the compiled kernel is launched without Triton's look at each argument,
-    which costs 18 µs. That needs to know the launcher of Triton's version: another than 3.6 launches in the usual way.
+    :func:`per_signature`. From the second call on the compiled kernel is launched without Triton's look at each
+    argument, which costs 18 µs. That needs to know the launcher of Triton's version: another than 3.6 launches in the usual
+    way.
     """
     if 0 in grid:
         return lambda *tensors: None

@@ -33,8 +33,8 @@ def register(
     with a GPU or without (``triton_op`` would be traced through, and fails where no GPU driver is).
 
     The returned function takes positional arguments. Where the dispatcher would have nothing to do (plain tensors,
-    nothing tracing) it calls ``implementation`` itself, through ``torch.autograd.Function`` if a gradient is needed, which
-    saves 8 µs of host time a call, 30 with a gradient.
+    nothing tracing) it calls ``implementation`` itself, through ``torch.autograd.Function`` if a gradient is needed,
+    which saves 8 µs of host time a call, 30 with a gradient.
 
     Args:
         schema: such as ``"rms_norm(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"``.
@@ -42,8 +42,8 @@ def register(
         fake: returns empty tensors with the shapes, strides and dtypes that ``implementation`` returns.
         setup_context: ``(ctx, inputs, output)``, as of ``torch.library.register_autograd``.
         backward: ``(ctx, *grads)``; None for an operator without a gradient, which raises when one is asked for
-            (a second derivative, for a backward operator): PyTorch would only warn, and give a wrong one. The gradient of
-            an output that nothing used can be None.
+            (a second derivative, for a backward operator): PyTorch would only warn, and give a wrong one. The gradient
+            of an output that nothing used can be None.
         forward_only: called in place of ``implementation`` where no gradient is needed; outputs that only ``backward``
             reads can be None there.
     """

@@ -27,7 +27,7 @@ def row_grid(config: dict[str, Any], rows: int, device: DeviceFacts) -> int:
 
 
 def one_program(rows: int, width: int) -> bool:
-    """Whether one program walks over all rows, so that it can write a weight's whole gradient: host time outweighs its."""
+    """Whether one program walks over all rows and writes a weight's whole gradient: it takes less than the host."""
     return rows <= _FEW_ROWS and rows * width <= _FEW_ELEMENTS
 
 

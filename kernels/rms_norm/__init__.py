@@ -41,6 +41,7 @@ _PLAIN = {"residual_ptr": None, "sum_ptr": None}
 _FORWARD_VARIANTS = (
     {**_PLAIN, "CAST_BEFORE_WEIGHT": False, "ONE_TILE": True},
     {"CAST_BEFORE_WEIGHT": True, "ONE_TILE": False},
+    {**_PLAIN, "w_ptr": None, "CAST_BEFORE_WEIGHT": False, "ONE_TILE": False},
 )
 _BACKWARD = {
     "dy_ptr": "*{dtype}",
@@ -77,7 +78,10 @@ ENTRY = Entry(
                     "input": Array((rows, width), grad=True),
                     "weight": Array((width,), grad=True),
                 }
-                for rows, width in [(32768, 1024), (32768, 4096), (16384, 8192), (8192, 32768), (4096, 131072)]
+                for rows, width in [
+                    *[(32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384), (8192, 32768)],
+                    *[(4096, 65536), (4096, 131072)],
+                ]
             },
         ),
         Operator(
@@ -106,7 +110,9 @@ ENTRY = Entry(
             backends=("cuda",),
         ),
         "rms_norm_backward": Kernel(
-            "backward:rms_norm_backward", _BACKWARD, tuple({"dsum_ptr": None, "ONE_TILE": one} for one in (True, False))
+            "backward:rms_norm_backward",
+            _BACKWARD,
+            ({"dsum_ptr": None, "ONE_TILE": True}, {"w_ptr": None, "dw_ptr": None, "ONE_TILE": False}),
         ),
         "rms_norm_backward_split": Kernel(
             "backward:rms_norm_backward_split",

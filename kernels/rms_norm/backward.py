@@ -33,8 +33,8 @@ def rms_norm_backward(
 ):
     """dx [rows, width] contiguous; dw [programs, width], all of it written here (None: not wanted).
 
-    Program p takes the row blocks p, p + programs, …, in order, so that two runs add the same numbers the same way. dsum is
-    the gradient of x itself (the new residual's), which is added to dx; None for none.
+    Program p takes the row blocks p, p + programs, …, in order, so that two runs add the same numbers the same way.
+    dsum is the gradient of x itself (the new residual's), which is added to dx; None for none.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_N)[None, :]
@@ -49,7 +49,7 @@ def rms_norm_backward(
             mask = (row < rows) & (column < width)
             x_hat = load(x_ptr + row * stride_x + column, mask) * rstd
             dy = load(dy_ptr + row * stride_dy + column, mask)
-            g = dy if w is None else dy * w
+            g = dy * w
             mean = tl.sum(g * x_hat, axis=1, keep_dims=True) / width
             store_dx(dx_ptr, dsum_ptr, row, column, mask, rstd * (g - x_hat * mean), width, stride_dsum)
             if dw_ptr is not None:
@@ -68,8 +68,7 @@ def rms_norm_backward(
                 mask = (row < rows) & (offset < width)
                 g = load(dy_ptr + row * stride_dy + offset, mask)
                 w = load_weight(w_ptr, offset, width, weight_offset)
-                if w is not None:
-                    g *= w
+                g *= w
                 products += g * (load(x_ptr + row * stride_x + offset, mask) * rstd)
             mean = tl.sum(products, axis=1, keep_dims=True) / width
             last = (tl.cdiv(width, BLOCK_N) - 1) * BLOCK_N
@@ -79,7 +78,7 @@ def rms_norm_backward(
                 x_hat = load(x_ptr + row * stride_x + offset, mask) * rstd
                 dy = load(dy_ptr + row * stride_dy + offset, mask)
                 w = load_weight(w_ptr, offset, width, weight_offset)
-                g = dy if w is None else dy * w
+                g = dy * w
                 store_dx(dx_ptr, dsum_ptr, row, offset, mask, rstd * (g - x_hat * mean), width, stride_dsum)
                 if dw_ptr is not None:
                     dw_row = dw_ptr + program.to(tl.int64) * width + offset
@@ -111,9 +110,10 @@ def rms_norm_backward_split(
 ):
     """:func:`rms_norm_backward` of wide rows: ``splits`` programs share a row, each with ``chunk`` of its columns.
 
-    So a row is read once, and dw stays in registers. The programs of a row exchange their shares of mean(g·x̂) through
-    slots [rows, splits] int64, 0 before the launch; all programs must be resident (a cooperative launch). A share has the
-    time of a whole step to travel; by then its row comes from L1 or L2. ``SPLITS``: the power of two from ``splits`` on.
+    So a row is read once, and dw stays in registers. The programs of a row exchange their shares of mean(g·x̂)
+    through slots [rows, splits] int64, 0 before the launch; all programs must be resident (a cooperative launch).
+    A share has the time of a whole step to travel; by then its row comes from L1 or L2. ``SPLITS``: the power of two
+    from ``splits`` on.
     """
     split = tl.program_id(0) % splits
     group = tl.program_id(0) // splits
@@ -126,11 +126,10 @@ def rms_norm_backward_split(
     x = tl.load(x_ptr + row * stride_x + column, inside & (row < rows), other=0.0)
     dy = tl.load(dy_ptr + row * stride_dy + column, inside & (row < rows), other=0.0)
     rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-    rstd_before = rstd
     # One step more than there are rows: a step begins a row, loads the next one and finishes the one before.
     for step in range(group, rows + groups, groups):
-        row = step.to(tl.int64)
-        g = dy.to(tl.float32) if w is None else dy.to(tl.float32) * w
+        row = step + tl.full([], 0, tl.int64)
+        g = dy.to(tl.float32) * w
         share = tl.sum(g * (x.to(tl.float32) * rstd), axis=0)
         if step < rows:
             publish(slots_ptr + row * splits + split, share)
@@ -139,13 +138,14 @@ def rms_norm_backward_split(
         dy = tl.load(dy_ptr + after * stride_dy + column, inside & (after < rows), other=0.0)
         before = row - groups
         if step != group:
+            # Not carried over from the step before: Triton 3.6 then takes the first row's for every row.
+            rstd_before = tl.load(rstd_ptr + before)
             mean = tl.sum(gather(slots_ptr + before * splits, splits, SPLITS), axis=0) / width
             dy_before = load(dy_ptr + before * stride_dy + column, inside)
             x_hat = load(x_ptr + before * stride_x + column, inside) * rstd_before
-            g = dy_before if w is None else dy_before * w
+            g = dy_before * w
             store_dx(dx_ptr, dsum_ptr, before, column, inside, rstd_before * (g - x_hat * mean), width, stride_dsum)
             dw += dy_before * x_hat
-        rstd_before = rstd
         rstd = tl.load(rstd_ptr + after, after < rows, other=0.0)
     if dw_ptr is not None:
         tl.store(dw_ptr + group.to(tl.int64) * width + column, dw.to(dw_ptr.dtype.element_ty), inside)
@@ -161,7 +161,8 @@ def store_dx(dx_ptr, dsum_ptr, row, column, mask, dx, width, stride_dsum):
 
 @triton.jit
 def load_weight(w_ptr, offset, width, weight_offset):
-    """weight_offset + w in float32; None without a weight."""
-    if w_ptr is None:
-        return None
-    return load(w_ptr + offset, offset < width) + weight_offset
+    """weight_offset + w in float32; 1 without a weight."""
+    w = 1.0
+    if w_ptr is not None:
+        w = load(w_ptr + offset, offset < width) + weight_offset
+    return w

@@ -112,10 +112,11 @@ def load_sum(x_ptr, residual_ptr, row, stride_x, stride_residual, column, mask):
 
 @triton.jit
 def load_weight(w_ptr, offset, width, weight_offset):
-    """weight_offset + w in float32; None without a weight."""
-    if w_ptr is None:
-        return None
-    return load(w_ptr + offset, offset < width) + weight_offset
+    """weight_offset + w in float32; 1 without a weight."""
+    w = 1.0
+    if w_ptr is not None:
+        w = load(w_ptr + offset, offset < width) + weight_offset
+    return w
 
 
 @triton.jit
@@ -124,8 +125,7 @@ def store_output(y_row, x, w, offset, mask, rstd, x_dtype: tl.constexpr, CAST_BE
     y = x * rstd[:, None]
     if CAST_BEFORE_WEIGHT:
         y = y.to(x_dtype).to(tl.float32)
-    if w is not None:
-        y *= w
+    y *= w
     tl.store(y_row + offset, y.to(y_row.dtype.element_ty), mask)
 
 
@@ -166,7 +166,7 @@ def rms_norm_forward_split(
     x = load_sum(x_ptr, residual_ptr, row, stride_x, stride_residual, column, inside & (row < rows))
     # One step more than there are rows: a step begins a row, loads the next one and finishes the one before.
     for step in range(group, rows + groups, groups):
-        row = step.to(tl.int64)
+        row = step + tl.full([], 0, tl.int64)
         if sum_ptr is not None:
             tl.store(sum_ptr + row * width + column, x.to(sum_ptr.dtype.element_ty), inside & (row < rows))
         share = tl.sum(x * x, axis=0)
@@ -189,8 +189,7 @@ def rms_norm_forward_split(
             y = x_before * rstd
             if CAST_BEFORE_WEIGHT:
                 y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
-            if w is not None:
-                y *= w
+            y *= w
             tl.store(y_ptr + before * width + column, y.to(y_ptr.dtype.element_ty), inside)
             if (rstd_ptr is not None) and (split == 0):
                 tl.store(rstd_ptr + before, rstd)

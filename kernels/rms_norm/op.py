@@ -133,10 +133,9 @@ def _forward_kernel(input, residual, weight, eps, weight_offset, cast_before_wei
     device = runtime.facts(input.device)
     config = _config("rms_norm_forward", input)
     one_tile = width <= config["BLOCK_N"]
-    split = None
-    if not one_tile and (wide := _split_config("rms_norm_forward_split", input)):
-        split = split_rows(wide, rows, width, device)
-    if split:
+    wide = None if one_tile else _split_config("rms_norm_forward_split", input)
+    split = split_rows(wide, rows, width, device) if wide else None
+    if wide and split:
         launch = runtime.prepare(
             kernel.rms_norm_forward_split,
             split.grid,
@@ -213,11 +212,10 @@ def _backward_kernel(grad_output, grad_sum, input, weight, rstd, weight_offset, 
     device = runtime.facts(input.device)
     config = _config("rms_norm_backward", input)
     one_tile = width <= config["BLOCK_N"]
-    split = None
-    if not one_tile and (wide := _split_config("rms_norm_backward_split", input)):
-        split = split_rows(wide, rows, width, device)
+    wide = None if one_tile else _split_config("rms_norm_backward_split", input)
+    split = split_rows(wide, rows, width, device) if wide else None
     strides = (dy_stride, x_stride, dsum_stride)
-    if split:
+    if wide and split:
         programs = split.groups
         launch = runtime.prepare(
             backward.rms_norm_backward_split,
@@ -262,7 +260,8 @@ def _backward_kernel(grad_output, grad_sum, input, weight, rstd, weight_offset, 
 
 
 def _config(name: str, input: torch.Tensor) -> dict:
-    return ENTRY.configs.lookup(name, runtime.facts(input.device), dtype_name(input), width=input.shape[-1])
+    width = 1 << (input.shape[-1] - 1).bit_length()  # or 5120 takes the row of 4096, in whose tile it does not fit
+    return ENTRY.configs.lookup(name, runtime.facts(input.device), dtype_name(input), width=width)
 
 
 def _split_config(name: str, input: torch.Tensor) -> dict | None:
