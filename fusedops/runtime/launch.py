@@ -66,8 +66,8 @@ def prepare(
 
     Each call must give tensors of the same dtypes and alignments (and None at the same places), as is so within
     :func:`per_signature`. From the second call on the compiled kernel is launched without Triton's look at each
-    argument, which costs 18 µs. That needs to know the launcher of Triton's version: another than 3.6 launches in the usual
-    way.
+    argument, which costs 18 µs. That needs to know the launcher of Triton's version: another than 3.6 launches in the
+    usual way.
     """
     if 0 in grid:
         return lambda *tensors: None
