@@ -50,6 +50,8 @@ def materialize(sample: Sample, dtype: torch.dtype, device: str, seed: int, draw
 
 def _values(array: Array, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     target = getattr(torch, array.dtype) if array.dtype else dtype
+    if target == torch.bool:
+        return torch.randint(2, array.shape, generator=generator).bool()
     if array.values == "bits":
         info = torch.iinfo(target)
         return torch.randint(info.min, info.max, array.shape, generator=generator, dtype=target)
@@ -156,6 +158,7 @@ def judge(entry: Entry, operator: Operator, arguments: dict[str, Any], seed: int
     if operator.backward is not None:
         incoming = tuple(map(to_numpy, grad_outputs))
         main = next(iter(expected.values()))
+        main = np.where(np.isfinite(main), main, 0.0)
         for name, gradient in operator.backward(incoming if len(incoming) > 1 else incoming[0], **values).items():
             expected[name] = gradient
             size = np.ones_like(values[name]) if name in operator.scores else values[name]
