@@ -201,12 +201,12 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy``: log Σ exp(x) − x[target], forward and backward in one pass over the logits.
+    """``torch.nn.functional.cross_entropy``: log Σ exp(x) − x[target], in one pass over the logits.
 
     The kernel covers class targets without class weights; the other calls run PyTorch's function.
 
     Args:
-        input: [classes], [batch, classes] or [batch, classes, *]. Under CUDA's autocast it is computed in float32.
+        input: [classes], [batch, classes] or [batch, classes, *]. Under autocast it is computed in float32.
         target: [], [batch] or [batch, *], int64; or probabilities, in the input's shape.
         weight: [classes], a weight a class.
         size_average: deprecated by PyTorch in favour of ``reduction``.
@@ -223,10 +223,11 @@ def cross_entropy(
         IndexError: on a CPU: a target is no class. On a GPU that token's loss and gradient are NaN.
     """
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
     unsupported = _cross_entropy_unsupported(input, target, weight, reduction, label_smoothing)
     if unsupported is None:
-        (input,) = _autocast_to_float32(input)
+        if torch.is_autocast_enabled(input.device.type) and input.dtype in (torch.float16, torch.bfloat16):
+            input = input.float()
         if input.dim() > 2:
             input = input.movedim(1, -1)
         return _cross_entropy.cross_entropy(input, target, ignore_index, label_smoothing, 0.0, reduction)
@@ -247,7 +248,7 @@ def fused_linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """``cross_entropy(linear(input, weight, bias), target)`` whose logits never exist as a whole; a language model's loss.
+    """``cross_entropy(linear(input, weight, bias), target)`` whose logits never exist as a whole.
 
     Args:
         input: [..., hidden]. Under autocast it, weight and bias are cast to its dtype, which is the result's too.

@@ -1,4 +1,4 @@
-"""Drop-in modules: torch's own classes with a fused forward, the RMSNorms of model libraries, and quantized linears, a loss."""
+"""Drop-in modules: torch's own classes with a fused forward, model libraries' RMSNorms, and quantized linears."""
 
 from .attention import MultiheadAttention
 from .linear import FP8Linear, Int4Linear

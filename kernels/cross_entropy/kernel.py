@@ -59,13 +59,13 @@ def cross_entropy_forward(
             for start in tl.range(0, classes, BLOCK_N):
                 offset = start + column
                 x = load_logits(x_row + offset, kept & (offset < classes))
-                before = finite(largest)
+                before = largest  # −inf at first, so that the first rescaling is by 0
                 largest = tl.maximum(largest, tl.max(x, axis=1, keep_dims=True))
                 shift = finite(largest)
                 total = total * tl.exp(before - shift) + tl.sum(tl.exp(x - shift), axis=1, keep_dims=True)
                 x_target += tl.sum(tl.where(offset == target, x, 0.0), axis=1, keep_dims=True)
                 if SMOOTH:
-                    below += start * (before - shift)
+                    below += start * (finite(before) - shift)
                     below += tl.sum(tl.where(offset < classes, x - shift, 0.0), axis=1, keep_dims=True)
             shift = finite(largest)
 

@@ -272,8 +272,8 @@ def _linear_forward(
 def _chunks(kernel, input, weight, target, bias, upstream, count, options, chunk_tokens, needs):
     """The losses [tokens], and the gradients of input, weight and bias (empty where not needed), chunk by chunk.
 
-    A weight's and a bias's gradient is added up in float32. Of float16 it stays so: over all tokens, and not yet
-    divided by their number, it may leave float16's range.
+    A weight's and a bias's gradient is added up in float32, and stays so for the backward pass to round once: in
+    float16 it might leave the range, over all tokens and not yet divided by their number.
     """
     rows, flat = as_rows(input), target.view(-1)
     tokens, classes = rows.shape[0], weight.shape[0]
@@ -300,8 +300,7 @@ def _chunks(kernel, input, weight, target, bias, upstream, count, options, chunk
             _add_product(dw, logits.t(), x)
         if needs_bias:
             db += logits.sum(0, dtype=db.dtype)
-    stored = input.dtype if upstream is not None or _folds_count(input.dtype) else losses.dtype
-    return losses, (dx, dw.to(stored), db.to(stored))
+    return losses, (dx, dw, db)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -316,18 +315,17 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _linear_fake(input, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, *needs):
     loss = input.new_empty(target.shape if reduction == "none" else ())
-    stored = input.dtype if _folds_count(input.dtype) else _loss_dtype(input)
     if reduction == "none":
         needs = (False, False, False)
-    gradients = _gradients_fake(input, weight, needs, stored)
+    gradients = _gradients_fake(input, weight, needs, _loss_dtype(input))
     return loss, *gradients, input.new_empty(() if reduction == "mean" else 0, dtype=_loss_dtype(input))
 
 
-def _gradients_fake(input, weight, needs, stored):
+def _gradients_fake(input, weight, needs, dtype):
     return (
         input.new_empty(input.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0, dtype=stored),
-        weight.new_empty(weight.shape[0] if needs[2] else 0, dtype=stored),
+        weight.new_empty(weight.shape if needs[1] else 0, dtype=dtype),
+        weight.new_empty(weight.shape[0] if needs[2] else 0, dtype=dtype),
     )
 
 
@@ -367,7 +365,8 @@ def _linear_scale(grad_output, gradient, count, dtype, in_place=False):
     factor = grad_output.to(torch.promote_types(dtype, torch.float32))
     if count is not None:
         factor = factor / count.clamp(min=1)
-    return (gradient.to(factor.dtype) * factor).to(dtype)
+    # The factor has a dimension, or PyTorch would round it to the gradient's dtype.
+    return torch.mul(gradient, factor.view(1), out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
 def _linear_scale_fake(grad_output, gradient, count, dtype):
@@ -378,7 +377,10 @@ def _recompute(grad_output, input, weight, target, bias, ignore_index, label_smo
     kernel = covered("fused_linear_cross_entropy_backward", input)
     options = Options(ignore_index, label_smoothing, z_loss)
     upstream = grad_output.reshape(-1).contiguous()
-    return _chunks(kernel, input, weight, target.contiguous(), bias, upstream, None, options, chunk_tokens, needs)[1]
+    _, (dx, dw, db) = _chunks(
+        *(kernel, input, weight, target.contiguous(), bias, upstream, None, options, chunk_tokens, needs)
+    )
+    return dx, dw.to(input.dtype), db.to(input.dtype)
 
 
 def _recompute_fake(
