@@ -85,7 +85,7 @@ def cross_entropy_forward(
                 factor /= tl.load(count_ptr)
             slope = (1.0 + 2.0 * z_loss * lse) / total
             if ONE_TILE:
-                dx = (exponential * slope - smoothed(column, target, smoothing, classes)) * factor
+                dx = less_wanted(exponential * slope, column, target, smoothing, classes) * factor
                 dx = tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + row * classes + column, dx, (row < rows) & (column < classes))
             else:
@@ -94,7 +94,7 @@ def cross_entropy_forward(
                 for back in tl.range(0, classes, BLOCK_N):
                     offset = last - back + column
                     x = load_logits(x_row + offset, kept & (offset < classes))
-                    dx = (tl.exp(x - shift) * slope - smoothed(offset, target, smoothing, classes)) * factor
+                    dx = less_wanted(tl.exp(x - shift) * slope, offset, target, smoothing, classes) * factor
                     dx = tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty)
                     tl.store(dx_ptr + row * classes + offset, dx, (row < rows) & (offset < classes))
 
@@ -112,9 +112,9 @@ def finite(largest):
 
 
 @triton.jit
-def smoothed(column, target, smoothing, classes):
-    """The probabilities that the loss asks for: the target's, mixed with the uniform ones."""
-    return tl.where(column == target, 1.0 - smoothing, 0.0) + smoothing / classes
+def less_wanted(p, column, target, smoothing, classes):
+    """p minus what the loss asks for, the target's probability mixed with uniform ones: of one class exactly 0."""
+    return (p - smoothing / classes) - tl.where(column == target, 1.0 - smoothing, 0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])

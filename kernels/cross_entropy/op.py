@@ -307,10 +307,23 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a · b with products and sums in the total's dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and torch.version.hip is None:
+    elif not a.is_cuda or torch.version.hip is not None:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif _adds_to_float32(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total += torch.mm(a, b, out_dtype=total.dtype)
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device) -> bool:
+    """Whether this PyTorch adds a product of narrow matrices to a float32 one; older ones take only a narrow one."""
+    a, total = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.float16, torch.float32))
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _linear_fake(input, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, *needs):

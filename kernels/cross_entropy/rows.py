@@ -91,9 +91,9 @@ def compute_losses(
     if count is not None:
         factor = factor / count
     dx = exponential.mul_(slope)
-    dx.scatter_add_(1, t, torch.full_like(loss, smoothing - 1))
     if smoothing:
         dx -= smoothing / classes
+    dx.scatter_add_(1, t, torch.full_like(loss, smoothing) - 1)  # in this order the gradient of one class is exactly 0
     dx.mul_(factor.masked_fill(~is_class, torch.nan)).masked_fill_(~kept, 0.0)
     dlogits.copy_(dx.view(dlogits.shape))
 
