@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from . import runtime
+from .catalog.cross_entropy import op as _cross_entropy
 from .catalog.flash_attention.op import flash_attention
 from .catalog.fp8_gemm.op import fp8_gemm
 from .catalog.int4_gemm.op import int4_gemm
@@ -22,7 +23,9 @@ from .catalog.rms_norm import op as _rms_norm
 from .catalog.softmax import op as _softmax
 
 __all__ = [
+    "cross_entropy",
     "fp8_linear",
+    "fused_linear_cross_entropy",
     "int4_linear",
     "layer_norm",
     "log_softmax",
@@ -188,6 +191,91 @@ def scaled_dot_product_attention(
     )
 
 
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy``: log Σ exp(x) − x[target], in one pass over the logits.
+
+    The kernel covers class targets without class weights; the other calls run PyTorch's function.
+
+    Args:
+        input: [classes], [batch, classes] or [batch, classes, *]. Under autocast it is computed in float32.
+        target: [], [batch] or [batch, *], int64; or probabilities, in the input's shape.
+        weight: [classes], a weight a class.
+        size_average: deprecated by PyTorch in favour of ``reduction``.
+        ignore_index: tokens with this target have no loss and no gradient, and do not count in the mean.
+        reduce: deprecated by PyTorch in favour of ``reduction``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: from 0 to 1: how much of each target is spread over all classes.
+
+    Returns:
+        A scalar, or the target's shape for ``"none"``, in the input's dtype.
+
+    Raises:
+        RuntimeError, ValueError: whatever PyTorch refuses, such as shapes that do not fit.
+        IndexError: on a CPU: a target is no class. On a GPU that token's loss and gradient are NaN.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    unsupported = _cross_entropy_unsupported(input, target, weight, reduction, label_smoothing)
+    if unsupported is None:
+        if torch.is_autocast_enabled(input.device.type) and input.dtype in (torch.float16, torch.bfloat16):
+            input = input.float()
+        if input.dim() > 2:
+            input = input.movedim(1, -1)
+        return _cross_entropy.cross_entropy(input, target, ignore_index, label_smoothing, 0.0, reduction)
+    runtime.use_kernel("cross_entropy", input.device, unsupported)
+    return F.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+def fused_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """``cross_entropy(linear(input, weight, bias), target)`` whose logits never exist as a whole.
+
+    Args:
+        input: [..., hidden]. Under autocast it, weight and bias are cast to its dtype, which is the result's too.
+        weight: [classes, hidden].
+        target: [...] int64 or int32.
+        bias: [classes].
+        ignore_index: tokens with this target have no loss and no gradient, and do not count in the mean.
+        label_smoothing: from 0 to 1: how much of each target is spread over all classes.
+        z_loss: the weight of the squared logarithm of the softmax's denominator (PaLM, section 5).
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` (which computes the logits again in the backward pass).
+        chunk_tokens: how many tokens' logits exist at a time; None for about as many bytes as ``input`` has.
+
+    Returns:
+        A scalar, or [...] for ``"none"``, in the input's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or devices do not fit, or an option is out of its range.
+        IndexError: on a CPU: a target is no class. On a GPU that token's loss is NaN.
+    """
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    input, weight, *rest = _autocast_to_lower(*tensors)
+    return _cross_entropy.fused_linear_cross_entropy(
+        *(input, weight, target, rest[0] if rest else None),
+        *(ignore_index, label_smoothing, z_loss, reduction, chunk_tokens),
+    )
+
+
 def int4_linear(
     input: torch.Tensor,
     qweight: torch.Tensor,
@@ -278,6 +366,31 @@ def _softmax_input(input: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     if dtype is not None:
         return input.to(dtype)
     return _autocast_to_float32(input)[0]
+
+
+def _cross_entropy_unsupported(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> str | None:
+    """What of the call the kernel does not cover. Calls that PyTorch refuses are among them, for it to refuse."""
+    if input.is_nested or target.is_nested:
+        return "nested tensors"
+    if weight is not None:
+        return "class weights"
+    if target.is_floating_point():
+        return "probabilities as targets"
+    if not input.is_floating_point() or target.dtype != torch.int64:
+        return f"input of {input.dtype} with targets of {target.dtype}"
+    if input.dim() == 0 or target.shape != input.shape[:1][: input.dim() - 1] + input.shape[2:]:
+        return f"input of shape {list(input.shape)} with targets of shape {list(target.shape)}"
+    if input.shape[min(input.dim() - 1, 1)] == 0:
+        return "no classes"
+    if reduction not in ("mean", "sum", "none") or not 0.0 <= label_smoothing <= 1.0:
+        return f"reduction {reduction!r} with label_smoothing {label_smoothing}"
+    return None
 
 
 def _attention_unsupported(

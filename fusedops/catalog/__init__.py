@@ -42,7 +42,8 @@ class Array:
     Attributes:
         shape: the shape.
         dtype: a torch dtype's name; None for the dtype under test.
-        values: ``"normal"``, ``"bits"`` (any bit pattern of an integer dtype) or ``"uniform"`` (0 to 1).
+        values: ``"normal"``, ``"bits"`` (any bit pattern of an integer dtype), ``"uniform"`` (0 to 1) or
+            ``"index"`` (an integer from 0 up to, not including, ``scale``).
         scale: multiplies the values.
         offset: is added to the scaled values.
         grad: whether a gradient flows to this argument.

@@ -55,6 +55,8 @@ def _values(array: Array, dtype: torch.dtype, generator: torch.Generator) -> tor
     if array.values == "bits":
         info = torch.iinfo(target)
         return torch.randint(info.min, info.max, array.shape, generator=generator, dtype=target)
+    if array.values == "index":
+        return torch.randint(0, int(array.scale), array.shape, generator=generator, dtype=target)
     make = {"normal": torch.randn, "uniform": torch.rand}[array.values]
     values = make(array.shape, generator=generator, dtype=torch.float64) * array.scale + array.offset
     # Older casts to float8 give NaN beyond the largest value, newer ones saturate.

@@ -1,11 +1,13 @@
-"""Drop-in modules: torch's own classes with a fused forward, the RMSNorms of model libraries, and quantized linears."""
+"""Drop-in modules: torch's own classes with a fused forward, model libraries' RMSNorms, and quantized linears."""
 
 from .attention import MultiheadAttention
 from .linear import FP8Linear, Int4Linear
+from .loss import CrossEntropyLoss
 from .norm import GemmaRMSNorm, LayerNorm, LlamaRMSNorm, Olmo2RMSNorm, RMSNorm
 from .softmax import LogSoftmax, Softmax
 
 __all__ = [
+    "CrossEntropyLoss",
     "FP8Linear",
     "GemmaRMSNorm",
     "Int4Linear",

@@ -4,7 +4,7 @@ from .configs import ConfigTable, Row
 from .device import TARGETS, DeviceFacts, Target, facts
 from .dispatch import FallbackWarning, NoKernelError, has_triton, interpreting, strict, use_kernel
 from .launch import launch, per_signature, prepare
-from .registration import register
+from .registration import may_reuse, register
 
 __all__ = [
     "TARGETS",
@@ -18,6 +18,7 @@ __all__ = [
     "has_triton",
     "interpreting",
     "launch",
+    "may_reuse",
     "per_signature",
     "prepare",
     "register",

@@ -80,6 +80,13 @@ def register(
     return call
 
 
+def may_reuse(*tensors: torch.Tensor) -> bool:
+    """Whether a backward formula may overwrite what its forward saved: nothing traces, the graph is freed behind it."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    return _is_plain(tensors)
+
+
 def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """An implementation chooses its own precision: autocast must not round what it computes in float32."""
 
