@@ -460,7 +460,7 @@ def test_functional_has_torchs_signature():
         ((2, 5, 3, 2), {"reduction": "none"}),
         ((4, 5), {"size_average": False}),
         ((4, 5), {"reduce": False}),
-        ((4, 5), {"weight": torch.rand(5)}),
+        ((4, 5), {"weight": torch.linspace(0.2, 1.0, 5)}),
         ((4, 5), {"ignore_index": 3}),
     ],
     ids=str,
